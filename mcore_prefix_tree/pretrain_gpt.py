@@ -17,13 +17,11 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from mcore_prefix_tree.arguments.early import check_early, check_rl_early, render_help
-from mcore_prefix_tree.arguments.flags import readable_arguments
+from mcore_prefix_tree.arguments.flags import readable_arguments, render_help
 from mcore_prefix_tree.arguments.refusals import check_unused
 from mcore_prefix_tree.utils.errors import USER_ERROR
 from mcore_prefix_tree.utils.launchers import adopt_ranks
 from mcore_prefix_tree.utils.os_signals import end_without_stacks
-from mcore_prefix_tree.utils.stdout import lost_output, outlive_output
 
 VARIABLE = "MEGATRON_LM_PATH"
 GPT, HYBRID, RL = "pretrain_gpt.py", "pretrain_hybrid.py", "train_rl.py"
@@ -37,13 +35,13 @@ def main(script: str = GPT, starter: str = "mcore_prefix_tree.mcore.megatron_lm.
         SystemExit: status 2, for arguments that cannot be used, or with the help for none at all; 0 after ``--help``.
     """
     # Megatron's parser is in the checkout, and this argument names the checkout.
-    early = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
-    early.add_argument("--megatron-lm-path")
-    known, rest = early.parse_known_args()
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    parser.add_argument("--megatron-lm-path")
+    known, rest = parser.parse_known_args()
     folded = "--prefix-tree" in rest
-    with lost_output(), readable_arguments():
+    with readable_arguments():
         if not sys.argv[1:] or {"-h", "--help"} & set(rest):
-            print(render_help(script, rl=script == RL), end="")
+            print(render_help(script, rl=script == RL), end="", flush=True)
             raise SystemExit(0 if rest else USER_ERROR)
         root = use_megatron_lm(known.megatron_lm_path)
         if script == HYBRID:
@@ -53,9 +51,7 @@ def main(script: str = GPT, starter: str = "mcore_prefix_tree.mcore.megatron_lm.
         dry_run = "--prefix-tree-dry-run" in rest
         if folded and not dry_run:
             adopt_ranks(os.environ)
-        if folded:
-            (check_rl_early if script == RL else check_early)(rest)
-        else:
+        if not folded:
             check_unused(rest)
         with warnings.catch_warnings():
             if folded and (dry_run or os.environ.get("LOCAL_RANK", "0") != "0"):
@@ -66,8 +62,6 @@ def main(script: str = GPT, starter: str = "mcore_prefix_tree.mcore.megatron_lm.
         emulate_without_gpu(dry_run=dry_run)
         if folded:
             end_without_stacks()
-            if not dry_run:
-                outlive_output()
             import_module(starter).run(root)
             return
     sys.argv = [str(root / script), *rest]

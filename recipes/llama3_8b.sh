@@ -2,7 +2,7 @@
 # Llama 3.1 8B: TP=4 with sequence parallelism, PP=2, a data-parallel replica on every node.
 #
 # Hardware  1, 2, 4, ... nodes of 8 GPUs with 80 GB. TransformerEngine.
-# Expect    on one node, by the dry run's estimate, 16.8 GiB of weights, gradients and optimizer on a rank and 36.5 GiB
+# Expect    on one node, by an estimate, 16.8 GiB of weights, gradients and optimizer on a rank and 36.5 GiB
 #           of activations in a micro-batch of MAX_TOKENS, logits aside. Speed: not yet measured.
 # Start     recipes/launch/{dry_run.sh,torchrun.sh,slurm.sbatch} recipes/llama3_8b.sh
 # Edit      the numbers below, or export them; settings of your site are in recipes/launch/site.sh.

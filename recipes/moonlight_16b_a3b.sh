@@ -2,7 +2,7 @@
 # Moonlight 16B A3B, built like DeepSeek-V3: multi-latent attention, 64 experts and two that all tokens share. EP=8.
 #
 # Hardware  1, 2, 4, ... nodes of 8 GPUs with 80 GB. TransformerEngine, for the attention and the grouped GEMM.
-# Expect    on one node, by the dry run's estimate, 41.1 GiB of weights, gradients and optimizer on a rank and 12.1 GiB of
+# Expect    on one node, by an estimate, 41.1 GiB of weights, gradients and optimizer on a rank and 12.1 GiB of
 #           activations in a micro-batch of MAX_TOKENS with balanced routing, logits aside. Speed: not yet measured.
 # Start     recipes/launch/{dry_run.sh,torchrun.sh} recipes/moonlight_16b_a3b.sh
 #           sbatch --nodes=1 recipes/launch/slurm.sbatch recipes/moonlight_16b_a3b.sh

@@ -2,7 +2,7 @@
 # Qwen3 30B A3B, a mixture of 128 experts: TP=2 with sequence parallelism, PP=2, EP=8.
 #
 # Hardware  2, 4, ... nodes of 8 GPUs with 80 GB: EP and PP take 16 GPUs. TransformerEngine, for the grouped GEMM.
-# Expect    on two nodes, by the dry run's estimate, 33.6 GiB of weights, gradients and optimizer on a rank and 20 GiB of
+# Expect    on two nodes, by an estimate, 33.6 GiB of weights, gradients and optimizer on a rank and 20 GiB of
 #           activations in a micro-batch of MAX_TOKENS with balanced routing, logits aside. Speed: not yet measured.
 # Start     NNODES=2 recipes/launch/{dry_run.sh,torchrun.sh} recipes/qwen3_30b_a3b.sh
 #           sbatch --nodes=2 recipes/launch/slurm.sbatch recipes/qwen3_30b_a3b.sh

@@ -2,7 +2,7 @@
 """Time every attention method on the same forests: back-ends, FlashAttention unfolded, dense causal, peers.
 
 scripts/bench_attention.py --scale 0.02 --device cpu --dtype float32
-scripts/bench_attention.py --data rollouts.jsonl --output attention.json --plot roofline.png
+scripts/bench_attention.py --data rollouts.jsonl --output attention.json
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 import typer
 from attention_bench.contest import FAILED as METHOD_FAILED
 from attention_bench.measure import AttentionResult, bench_attention
-from attention_bench.plot import draw_roofline
 from attention_bench.report import cells, columns, headline, lines_of
 from attention_bench.settings import Settings
 from attention_bench.workloads import Workload, standard_workloads, workload_of_samples
@@ -60,7 +59,6 @@ def attention(
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
     repeats: Annotated[int, typer.Option(min=1, max=MOST, metavar="N", help="Timed rounds.")] = 10,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw a roofline into a PNG file.")] = None,
 ) -> None:
     """Time every attention method on the same forests: back-ends, FlashAttention unfolded, dense causal, peers.
 
@@ -68,7 +66,6 @@ def attention(
     """
     is_new = output is not None and not output.parent.exists()
     check_output_option("--output", None if is_new else output, [data or ""])
-    check_output_option("--plot", plot, [data or ""])
     quiet_upstream()
     settings = _settings(
         heads=heads,
@@ -93,9 +90,6 @@ def attention(
         console.print(table)
     if output is not None:
         _write(output, result.to_json())
-    if plot is not None:
-        with whole_file(plot) as unfinished:
-            draw_roofline(result.to_json(), unfinished)
     failed = [one for each in result.workloads for one in each.missing if one["reason"].startswith(METHOD_FAILED)]
     if failed:
         first = failed[0]

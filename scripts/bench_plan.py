@@ -31,6 +31,7 @@ from mcore_prefix_tree.plan import CostModel, ForestPlan, ModelWork, plan_step, 
 from mcore_prefix_tree.plan.cuts import fewest_runs
 from mcore_prefix_tree.plan.pack import Leaves, first_scored
 from mcore_prefix_tree.trie import sort_samples
+from mcore_prefix_tree.utils.choices import OverBudget
 
 # A 7B model: 32 layers of 4096, grouped queries, a vocabulary of 131,072.
 COST = CostModel.from_work(
@@ -54,6 +55,7 @@ class Case:
     samples: list[Sample]
     dp_size: int
     max_tokens: int
+    over_budget: OverBudget = "repeat"
 
 
 def cut_ranks(samples: Sequence[Sample], ranks: Sequence[Sequence[int]], max_tokens: int) -> ForestPlan:
@@ -153,9 +155,16 @@ def powers(count: int) -> list[Sample]:
     return [Sample(tokens=np.full(int(8 * 1.06**index), index)) for index in range(count)]
 
 
+def one_turn(count: int, shared: int) -> list[Sample]:
+    """Return samples of 100 tokens that have only the first ones in common."""
+    rng = np.random.default_rng(0)
+    return [Sample(tokens=np.r_[np.arange(shared), rng.integers(0, 32000, 100 - shared)]) for _ in range(count)]
+
+
 def judge(case: Case) -> dict[str, Any]:
     started = time.process_time()  # one thread, so this is the time on an idle machine
-    ours = plan_step(case.samples, max_tokens=case.max_tokens, dp_size=case.dp_size, cost_model=COST)
+    limits = {"max_tokens": case.max_tokens, "dp_size": case.dp_size, "cost_model": COST}
+    ours = plan_step(case.samples, over_budget=case.over_budget, **limits)
     seconds = time.process_time() - started
     ways = {
         "by cost": ours,
@@ -211,6 +220,11 @@ def main() -> None:
     ]
     cases.append(Case(name="star, trunk 2000", samples=star(1000, 2000, 300), dp_size=64, max_tokens=8192))
     cases.append(Case(name="powers, none shared", samples=powers(120), dp_size=8, max_tokens=16384))
+
+    turns = one_turn(8000, shared=0)
+    cases.append(Case(name="8,000 one-turn samples", samples=turns, dp_size=8, max_tokens=32768))
+    answers = one_turn(4000, shared=64)
+    cases.append(Case(name="4,000 samples, carry", samples=answers, dp_size=8, max_tokens=4096, over_budget="carry"))
 
     results = [judge(case) for case in cases]
     ways = list(results[0]["over_lower_bound"])

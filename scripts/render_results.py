@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from attention_bench.costs import costs_of
-from attention_bench.plot import draw_roofline
 from attention_bench.report import cells, columns, headline, lines_of
 from gpu_check_parts.sections import sections_of
 
-from mcore_prefix_tree.plan import CostModel, Measured, Parts
+from mcore_prefix_tree.plan import Parts
 from mcore_prefix_tree.plan.flops import Work
 
 ROOT = Path(__file__).parent.parent
@@ -224,24 +223,6 @@ def slime_dealing_table(result: dict[str, Any]) -> str:
     ]
     note = " ".join(["Fold ratio, and in brackets the micro-batches of all ranks.", *notes])
     return table("ll" + "r" * len(ranks), f"rows | micro-batches | {_of_ranks(ranks)}", rows, note)
-
-
-def cost_table(result: dict[str, Any]) -> str:
-    """Markdown for a result of ``mcore-prefix-tree calibrate``."""
-    cost, rows = result["cost"], []
-    for one in result["measured"]:
-        fitted = CostModel(**cost).of_measured(Measured(**one))
-        counts = (f"{one.get(name, 0):,.0f}" for name in ("tokens", "scored", "pairs"))
-        rows.append((*counts, f"{one['seconds']:.3f}", f"{fitted:.3f}"))
-    return table(
-        "lllll",
-        "tokens | scored | visible pairs | seconds | as fitted",
-        rows,
-        f"`recipes/quickstart.yaml` on one thread ({result['machine']['cpu']}): a token costs "
-        f"{cost['token'] * 1e6:.3g} µs, scoring it {cost.get('scored', 0) * 1e6:.3g} µs, a visible pair "
-        f"{cost['pair'] * 1e6:.3g} µs, a micro-batch "
-        f"{cost['micro_batch'] * 1e3:.3g} ms; the largest error of the fit is {result['worst_relative_error']:.0%}.",
-    )
 
 
 def bench_head_tables(result: dict[str, Any]) -> str:
@@ -637,7 +618,6 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "bench_head": ("head_cpu.json", bench_head_tables),
     "bench_kept": ("head_kept_cpu.json", bench_kept_tables),
     "bench_head_gpu": ("gpu_*.json", head_on_gpus),
-    "cost": ("cost_quickstart_cpu.json", cost_table),
     "attention_cpu": ("attention_cpu.json", attention_tables),
     "attention_gpu": ("gpu_*.json", gpu_tables),
     "faults": ("faults.json", fault_table),
@@ -658,7 +638,6 @@ PAGES = (
     "docs/howto/long-samples.md",
 )
 COSTS = ROOT / "mcore_prefix_tree" / "attention" / "costs.json"
-ROOFLINE = ROOT / "docs" / "attention_roofline.png"
 
 
 def rendered(page: str) -> str:
@@ -681,18 +660,12 @@ def loaded(file: str) -> Any:
     return json.loads((RESULTS / file).read_text())
 
 
-def draw() -> None:
-    """Draw the roofline of the first GPU with a result, else of the CPU."""
-    draw_roofline((attention_on_gpus() or [loaded("attention_cpu.json")])[0], ROOFLINE)
-
-
 def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
     for name in PAGES:
         page = ROOT / name
         page.write_text(rendered(page.read_text()))
     COSTS.write_text(attention_costs())
-    draw()
 
 
 if __name__ == "__main__":

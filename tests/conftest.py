@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -99,7 +100,15 @@ def _freeze_imported() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide this machine's GPUs, before anything looks for them: with a GPU, Megatron on the CPU is rejected."""
+    """Hide this machine's GPUs, before anything looks for them: with a GPU, Megatron on the CPU is rejected.
+
+    Extensions of torch are compiled in a folder of this run, which its workers share: torch waits for ever for the lock
+    of a run that was killed.
+    """
+    if not hasattr(config, "workerinput"):
+        folder = TemporaryDirectory(prefix="torch_extensions-", ignore_cleanup_errors=True)
+        os.environ["TORCH_EXTENSIONS_DIR"] = folder.name
+        config.add_cleanup(folder.cleanup)
     named = [config.invocation_params.dir / argument.split("::")[0] for argument in config.args]
     if not all(any(path.resolve().is_relative_to(folder) for folder in _ON_GPU) for path in named):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -265,7 +265,7 @@ def add_argument_group(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     group.add_argument(
         f"{PREFIX}-dry-run",
         action="store_true",
-        help="Print the plan of the first step, its expected speed-up and an estimate of each rank's memory, and stop. "
+        help="Print the plan of the first step and its expected speed-up, and stop. "
         "Needs no GPU and starts no job; set WORLD_SIZE to the ranks of the job to plan for. Finds --micro-batch-size "
         "and --seq-length in the data if they are omitted.",
     )
@@ -356,3 +356,12 @@ def read_recipe(args: argparse.Namespace) -> Recipe:
         train_iters=1,
         **read_section(args, ""),
     )
+
+
+def render_help(script: str, *, rl: bool) -> str:
+    """Return the help of ``--prefix-tree``'s arguments; Megatron-LM's ``script`` itself shows the others."""
+    usage = f"%(prog)s <arguments of {script}> {PREFIX} ..."
+    parser = argparse.ArgumentParser(usage=usage, add_help=False)
+    (add_rl_argument_group if rl else add_argument_group)(parser)
+    others = f"The other arguments are Megatron-LM's: python {script} --help in its checkout shows them"
+    return f"{parser.format_help()}\n{others}\n"

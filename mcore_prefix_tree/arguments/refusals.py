@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib.util import find_spec
@@ -18,7 +17,7 @@ from mcore_prefix_tree.plan.model_shape import trained_depths
 from mcore_prefix_tree.settings.bind_objective import check_teachers_named, make_settings
 from mcore_prefix_tree.settings.hf_folder import HuggingFaceFolder
 from mcore_prefix_tree.utils.errors import Mistakes, naming
-from mcore_prefix_tree.utils.inputs import TRACKER, check_folder_files
+from mcore_prefix_tree.utils.inputs import TRACKER
 
 # Whether arguments contradict each other, and the sentence that says so.
 Rule = tuple[Callable[[argparse.Namespace], bool], str]
@@ -269,16 +268,6 @@ def _check_objective(args: argparse.Namespace) -> None:
                 f"{spell_option(name)} with objective.name={section.name}, whose steps take complete "
                 f"{objective.grouped_by}s and would cut some; remove it"
             )
-    # Before the checkout is known, the loop is taken for one that runs a pass before a step.
-    in_stages = getattr(args, "pipeline_model_parallel_size", 1) > 1 and not getattr(
-        args, "prefix_tree_runs_ahead", True
-    )
-    if in_stages and section.options.get("scaling") == "dynamic":
-        raise ArgumentError(
-            "objective.options.scaling=dynamic runs the student once more before each step, which pipeline stages do "
-            "under mcore_prefix_tree.pretrain_gpt with Megatron-LM core_v0.19.0 or later; set scaling=fixed, or use "
-            "--pipeline-model-parallel-size 1"
-        )
     if section.teacher_recipes and getattr(args, "expert_model_parallel_size", 1) > 1:
         raise ArgumentError(
             "objective.teacher_recipe with --expert-model-parallel-size: not proven equal yet; export the teacher's "
@@ -354,19 +343,6 @@ APEX_MISSING = (
     "fused_weight_gradient_mlp_cuda is not installed; give the flag, or build https://github.com/NVIDIA/apex with its "
     "CUDA extensions"
 )
-_CHECKPOINT = re.compile(r"iter_\d{7,}|release")
-
-
-def check_checkpoints(args: argparse.Namespace) -> None:
-    """Raise OSError for a pipe, a socket or a device in a checkpoint's folder: Megatron-LM would wait for ever."""
-    for name in ("load", "pretrained_checkpoint"):
-        folder = getattr(args, name, None)
-        if folder is None or not os.path.isdir(folder):
-            continue
-        check_folder_files(folder)
-        for checkpoint in (entry for entry in os.scandir(folder) if _CHECKPOINT.fullmatch(entry.name)):
-            if checkpoint.is_dir():
-                check_folder_files(checkpoint)
 
 
 def check_checkpoint_args(args: argparse.Namespace) -> None:
@@ -381,12 +357,6 @@ def check_launched() -> None:
     """Check that a launcher started this rank; raises ArgumentError if ``MASTER_ADDR`` is not set."""
     if "MASTER_ADDR" not in os.environ:
         raise ArgumentError("MASTER_ADDR is not set: start the job with torchrun, or with a launcher that sets it")
-
-
-def check_extensions(args: argparse.Namespace) -> None:
-    """Raise ArgumentError if Apex is missing, which Megatron-LM's default for gradients needs."""
-    if args.gradient_accumulation_fusion and find_spec("fused_weight_gradient_mlp_cuda") is None:
-        raise ArgumentError(APEX_MISSING)
 
 
 def check_data(args: argparse.Namespace) -> None:

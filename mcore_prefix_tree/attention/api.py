@@ -11,11 +11,10 @@ from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, cast
 
-from mcore_prefix_tree.attention.backend_options import AttentionOptions, Case
+from mcore_prefix_tree.attention.backend_options import AttentionOptions, Case, cast_inputs, without_autocast
+from mcore_prefix_tree.utils.lazy_torch import torch
 
 if TYPE_CHECKING:
-    import torch
-
     from mcore_prefix_tree.metadata import TreeMetadata
 
 
@@ -117,6 +116,8 @@ def tree_attention(
 ) -> torch.Tensor:
     """Attention in which every token sees its own path: query i sees key j if ``j <= i < subtree_end[j]``.
 
+    Under ``torch.autocast``, query, key and value are cast first, as those of SDPA.
+
     Args:
         query: ``[P, H, D]``, P the padded size of the micro-batch.
         key: ``[P, K, D]``; K divides H, each key head serves H / K consecutive query heads.
@@ -136,11 +137,35 @@ def tree_attention(
             support the call.
     """
     options = AttentionOptions(softmax_scale=softmax_scale, window=window, sinks=sinks, deterministic=deterministic)
+    query, key, value = cast_inputs(query, key, value)
+    if torch.compiler.is_compiling():
+        _check_call(query, key, value, metadata, options, backend)
+    else:
+        # The layers of a micro-batch make the same call: the first is checked.
+        given = [(one.shape, one.dtype, one.device, one.requires_grad) for one in (query, key, value)]
+        of_sinks = None if sinks is None else sinks.shape
+        call = (backend, softmax_scale, window, of_sinks, deterministic, torch.is_grad_enabled(), *given)
+        checked = metadata.cache.setdefault("checked calls", set())
+        if call not in checked:
+            _check_call(query, key, value, metadata, options, backend)
+            checked.add(call)
+    with without_autocast(query.device):
+        return load_backend(backend).attention(query, key, value, metadata, options)
+
+
+def _check_call(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    metadata: TreeMetadata,
+    options: AttentionOptions,
+    backend: str,
+) -> None:
+    """Check a call with ``[P, H, D], [P, K, D], [P, K, W]``; raise ValueError as :func:`tree_attention` does."""
     check_backend(backend)
     _check_tensors(query, key, value, metadata)
     _check_options(options, query)
     check_case(backend, Case.of(query, key, value, options))
-    return load_backend(backend).attention(query, key, value, metadata, options)
 
 
 def _check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: TreeMetadata) -> None:

@@ -27,7 +27,7 @@ from mcore_prefix_tree.utils.triton_here import ParityError
 
 # By kind of device, for cases without a measurement: the order measured on an H200. FlashAttention-4 is a package that
 # a user has to install.
-PREFERENCE = {"cuda": ("fa4", "triton", "cascade", "flex", "path"), "cpu": ("path", "cascade")}
+PREFERENCE = {"cuda": ("fa4", "triton", "flex", "path"), "cpu": ("path", "cascade")}
 
 
 @dataclass(frozen=True, kw_only=True)

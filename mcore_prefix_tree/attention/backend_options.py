@@ -5,7 +5,9 @@ Legend: P padded tokens, H query heads, K key/value heads, D head_dim, W value h
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 from mcore_prefix_tree.utils.lazy_torch import torch
 
@@ -67,3 +69,21 @@ class Case:
             needs_grad=torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value)),
             options=options,
         )
+
+
+def autocasts(device: torch.device) -> bool:
+    """Return whether autocast is on for a device."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
+def cast_inputs(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Cast floating tensors as autocast casts the inputs of SDPA, if it is on: to its dtype, except float64."""
+    if not autocasts(tensors[0].device):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
+    return [one if one.dtype == torch.float64 else one.to(dtype) for one in tensors]
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which operations on a device keep the dtypes of their inputs."""
+    return torch.autocast(device.type, enabled=False) if autocasts(device) else nullcontext()

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from mcore_prefix_tree.attention.backend_options import AttentionOptions, Case
+from mcore_prefix_tree.attention.backend_options import AttentionOptions, Case, without_autocast
 from mcore_prefix_tree.metadata import TreeMetadata
 
 # Large enough for the matrix products to be efficient, small enough for the masked triangle and its bias to be cheap.
@@ -196,7 +196,7 @@ class _PathAttention(torch.autograd.Function):
                     rows.detach().requires_grad_()
                     for rows in (query[block.start : block.end], path_key[: block.keys], path_value[: block.keys])
                 )
-                with torch.enable_grad():
+                with torch.enable_grad(), without_autocast(query.device):
                     out = _attend(block_query, block_key, block_value, block, bias, ctx.scale, ctx.fused)
                 grads = torch.autograd.grad(
                     out, (block_query, block_key, block_value), grad_out[block.start : block.end]

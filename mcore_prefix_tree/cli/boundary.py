@@ -5,8 +5,6 @@ from __future__ import annotations
 import codecs
 import io
 import logging
-import os
-import re
 import signal
 import sys
 import unicodedata
@@ -19,10 +17,8 @@ import typer
 from typer.core import TyperGroup
 
 from mcore_prefix_tree.utils.errors import USER_ERROR, exit_with, readable_errors
-from mcore_prefix_tree.utils.stdout import lost_output
+from mcore_prefix_tree.utils.gone import explain_gone
 
-# In narrower terminals, tables and help are cut down to nothing.
-_NARROWEST = 40
 # Errors that Typer raises for wrong arguments, of Click or of its copy of Click.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
@@ -56,25 +52,15 @@ def write_anything() -> None:
         sys.stdout.reconfigure(errors="mcore_prefix_tree.plainer")
 
 
-def _usable_width() -> None:
-    """Unset widths in the environment that no table fits into, for example ``COLUMNS=0``."""
-    for name in ("COLUMNS", "TERMINAL_WIDTH"):  # Rich's and Typer's
-        width = os.environ.get(name, "")
-        if not (re.fullmatch("[0-9]{2,6}", width) and int(width) >= _NARROWEST):
-            os.environ.pop(name, None)
-
-
 class Commands(TyperGroup):
-    """A group whose every command runs inside :func:`readable_errors` and :func:`lost_output`."""
+    """A group whose every command runs inside :func:`readable_errors`."""
 
     def main(self, *args: Any, **options: Any) -> Any:
         write_anything()
-        with lost_output():
-            return super().main(*args, **options)
+        return super().main(*args, **options)
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
         """Parse the arguments before the command's name; ``--help`` is shown here."""
-        _usable_width()
         with _one_sentence():
             return super().make_context(*args, **kwargs)
 
@@ -98,4 +84,6 @@ def _one_sentence() -> Iterator[None]:
             raise SystemExit(USER_ERROR) from None
         # An option of the program itself fails before there is a context.
         program = "mcore-prefix-tree" if context is None else context.command_path
-        exit_with(USER_ERROR, f"{message.rstrip('.')}; see {program} --help")
+        # "No such command 'attention'." of "bench", or "No such option: --calibration".
+        asked = f"{program.removeprefix('mcore-prefix-tree ')} {message.rstrip('.').rpartition(' ')[2].strip(chr(39))}"
+        exit_with(USER_ERROR, explain_gone(asked) or f"{message.rstrip('.')}; see {program} --help")

@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from mcore_prefix_tree.cli import bench, xtoken
-from mcore_prefix_tree.cli.bench import calibrate
 from mcore_prefix_tree.cli.boundary import Commands
 from mcore_prefix_tree.cli.export import export
 from mcore_prefix_tree.cli.inspect import inspect
@@ -43,7 +42,7 @@ def _options(
     """Prefix-tree training on stock Megatron-Core: every shared token computed once, every gradient unchanged."""
 
 
-for command in (train, verify, inspect, plan, calibrate, score, export, recipes):
+for command in (train, verify, inspect, plan, score, export, recipes):
     app.command()(command)
 app.add_typer(bench.app, name="bench")
 app.add_typer(xtoken.app, name="xtoken")

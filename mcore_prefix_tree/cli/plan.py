@@ -11,14 +11,14 @@ import typer
 
 from mcore_prefix_tree.cli import numbers
 from mcore_prefix_tree.cli.alternatives import alternatives, print_alternatives, print_hints, steps_json, steps_rows
-from mcore_prefix_tree.cli.options import RANKS, accept_count, accept_path, takes
+from mcore_prefix_tree.cli.options import RANKS, accept_count, takes
 from mcore_prefix_tree.cli.pictures import Plot, check_picture, draw_ranks
 from mcore_prefix_tree.cli.samples import SampleOptions, Samples
 from mcore_prefix_tree.utils.errors import naming
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.layout import Padding
-    from mcore_prefix_tree.plan import CostModel, ForestPlan, ModelWork, PlanReport, StepsReport
+    from mcore_prefix_tree.plan import ForestPlan, ModelWork, PlanReport, StepsReport
     from mcore_prefix_tree.sample import Sample
 
 _RANKS_SHOWN = 16
@@ -37,9 +37,6 @@ def plan(
     micro_batches: Annotated[
         int | None, accept_count("K", "Micro-batches per rank. Default: as few as possible.", most=RANKS)
     ] = None,
-    calibration: Annotated[
-        str | None, accept_path("FILE", "Predict seconds, from measurements that the calibrate command wrote.")
-    ] = None,
     length_buckets: Annotated[
         str | None, typer.Option(metavar="N,N,...", help="The only sizes that micro-batches are padded to.")
     ] = None,
@@ -52,9 +49,9 @@ def plan(
     without one a token costs 1.
     """
     from mcore_prefix_tree.layout import Padding
-    from mcore_prefix_tree.plan import plan_step, report_plan, report_steps
+    from mcore_prefix_tree.plan import CostModel, plan_step, report_plan, report_steps
 
-    check_picture(plot, [*options.inputs, *([] if calibration is None else [calibration])])
+    check_picture(plot, options.inputs)
     if dp * (micro_batches or 1) > _MICRO_BATCHES:
         raise ValueError(f"--dp {dp} with --micro-batches {micro_batches}: at most {_MICRO_BATCHES:,} are planned")
     recipe = options.recipe
@@ -64,10 +61,8 @@ def plan(
         max_tokens = recipe.batch.max_tokens
     over_budget, scores_first = options.cutting
     samples = options.read({"batch.max_tokens": max_tokens} if over_budget == "repeat" else {})
-    if recipe is not None:
-        calibration = calibration or recipe.batch.calibration
     work = samples.work
-    cost_model, unit = _make_cost_model(work, calibration)
+    cost_model, unit = (CostModel(), "tokens") if work is None else (CostModel.from_work(work), "FLOPs")
     padding = _make_padding(Padding() if recipe is None else recipe.padding, length_buckets, max_tokens)
     bubble = 0.0 if recipe is None else recipe.parallel.bubble
     objective = options.objective
@@ -115,17 +110,6 @@ def plan(
         typer.echo(json.dumps({"samples": len(samples.all), **left_out, **asdict(report), **more}))
     else:
         _print(report, steps, samples, unit, max_tokens, [] if work is None else _states_rows(report, work))
-
-
-def _make_cost_model(work: ModelWork | None, calibration: str | None) -> tuple[CostModel, str]:
-    from mcore_prefix_tree.plan import CostModel, read_measured
-
-    cost_model, unit = CostModel(), "tokens"
-    if work is not None:
-        cost_model, unit = CostModel.from_work(work), "FLOPs"
-    if calibration is not None:
-        cost_model, unit = cost_model.calibrated(read_measured(calibration)), "seconds"
-    return cost_model, unit
 
 
 def _make_padding(padding: Padding, length_buckets: str | None, max_tokens: int) -> Padding:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -74,9 +74,6 @@ class Tokenizers:
         return Vocabularies(*self.load())
 
 
-Sparse = Annotated[
-    bool, typer.Option("--sparse", help="In NeMo-RL's format, write a dictionary of entries instead of matrices.")
-]
 Input = Annotated[
     Path, typer.Argument(parser=local_file, metavar="FILE", help="A projection: safetensors, or NeMo-RL's .pt.")
 ]
@@ -98,26 +95,21 @@ def build_projection(
     special_similarity: Annotated[
         float, typer.Option(min=0.0, metavar="X", help="Map special tokens whose names are as similar; above 1, none.")
     ] = 0.3,
-    sparse: Sparse = False,
 ) -> None:
     """Build a projection by writing the tokens of each vocabulary in the other's.
 
-    An interrupted build continues from its last finished part: OUTPUT.parts holds finished parts until the build ends.
     The same tokenizers and options give the same bytes.
     """
     from mcore_prefix_tree.xtoken.projection_build import BuildSettings
-    from mcore_prefix_tree.xtoken.projection_file import PartFiles
 
-    _check_output("OUTPUT", output, tokenizers.names, sparse=sparse)
+    check_output_option("OUTPUT", output, tokenizers.names)
     settings = BuildSettings(
         top_k=top_k, tokens_kept=tokens_kept, reverse=reverse, special_similarity=special_similarity
     )
     vocabularies = tokenizers.vocabularies()
-    parts = PartFiles(folder=output.with_name(f"{output.name}.parts"), key=vocabularies.key(settings))
     with _progress("tokens") as told:
-        projection = vocabularies.build(settings, parts=parts, progress=told)
-    _write(output, projection, vocabularies, sparse=sparse)
-    parts.remove()
+        projection = vocabularies.build(settings, progress=told)
+    _write(output, projection, vocabularies)
 
 
 @app.command()
@@ -127,12 +119,11 @@ def apply_exact_map(
     projection: Input,
     output: Annotated[Path, accept_path("OUTPUT", _FILES, local_file)],
     scale_column: ScaleColumn = False,
-    sparse: Sparse = False,
 ) -> None:
     """Map each token that both vocabularies have only to itself; other rows stay as they are."""
-    _check_output("--output", output, [*tokenizers.names, projection], sparse=sparse)
+    check_output_option("--output", output, [*tokenizers.names, projection])
     read, vocabularies = _read(projection, tokenizers, scale_column=scale_column)
-    _write(output, vocabularies.exact_map(read), vocabularies, sparse=sparse)
+    _write(output, vocabularies.exact_map(read), vocabularies)
 
 
 @app.command()
@@ -143,14 +134,13 @@ def trim(
     output: Annotated[Path, accept_path("OUTPUT", _FILES, local_file)],
     top_k: Annotated[int, accept_count("K", "Entries of a row that are kept.")],
     scale_column: ScaleColumn = False,
-    sparse: Sparse = False,
 ) -> None:
     """Keep the heaviest entries of each row, and let them add up to 1."""
     from mcore_prefix_tree.xtoken.projection import trim as trimmed
 
-    _check_output("--output", output, [*tokenizers.names, projection], sparse=sparse)
+    check_output_option("--output", output, [*tokenizers.names, projection])
     read, vocabularies = _read(projection, tokenizers, scale_column=scale_column)
-    _write(output, trimmed(read, top_k), vocabularies, sparse=sparse)
+    _write(output, trimmed(read, top_k), vocabularies)
 
 
 @app.command()
@@ -272,13 +262,6 @@ def export_teacher(
         print(*report.lines(output), sep="\n")
 
 
-def _check_output(option: str, path: Path, inputs: Sequence[str | Path], *, sparse: bool) -> None:
-    from mcore_prefix_tree.xtoken.projection_file import check_form
-
-    check_output_option(option, path, inputs)
-    check_form(path, sparse=sparse)
-
-
 def _read(path: Path, tokenizers: Tokenizers, *, scale_column: bool) -> tuple[Projection, Vocabularies]:
     from mcore_prefix_tree.xtoken.projection_file import read_projection
 
@@ -286,13 +269,13 @@ def _read(path: Path, tokenizers: Tokenizers, *, scale_column: bool) -> tuple[Pr
     return read_projection(path, student=both.student, teacher=both.teacher, scale_column=scale_column), both
 
 
-def _write(path: Path, projection: Projection, vocabularies: Vocabularies, *, sparse: bool) -> None:
+def _write(path: Path, projection: Projection, vocabularies: Vocabularies) -> None:
     import numpy as np
 
     from mcore_prefix_tree.xtoken.projection_file import write_projection
 
     names = {"student_name": vocabularies.student.name, "teacher_name": vocabularies.teacher.name}
-    write_projection(path, projection, sparse=sparse, **names)
+    write_projection(path, projection, **names)
     mapped, alone = projection.columns[:, 0] >= 0, projection.weights[:, 0] == 1
     reached = len(np.unique(projection.columns[projection.columns >= 0]))
     typer.echo(

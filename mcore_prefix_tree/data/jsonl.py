@@ -50,7 +50,7 @@ class Unchanged:
         return SampleError(f"{self.path}: has changed since the run began; do not change the files while it runs")
 
 
-STDIN = "-"
+STDIN, _LABEL = "-", "<stdin>"
 
 # The longest line, and how much of a file may be blank in one place: a file that is not JSON Lines may have no end.
 LINE_BYTES = 1 << 29
@@ -107,7 +107,7 @@ class Line:
             file = self.source.rpartition(":")[0]
             try:
                 found["routed_experts"] = array_of_file(
-                    routes, None if file == STDIN else Path(file).parent, "routed_experts"
+                    routes, None if file == _LABEL else Path(file).parent, "routed_experts", len(self.raw) // 2
                 )
             except ChatError as error:
                 raise SampleError(f"{self.source}: {error}") from None
@@ -160,7 +160,7 @@ _scan = json.JSONDecoder().raw_decode
 
 def read_lines(path: str) -> Iterator[Line]:
     """Yield all lines of a file, ``.gz`` unpacked, or of standard input; raises SampleError if it cannot be read."""
-    label = "<stdin>" if path == STDIN else path
+    label = _LABEL if path == STDIN else path
     number = blank = 0
     try:
         with _open(path) as stream:

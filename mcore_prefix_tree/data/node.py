@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mcore_prefix_tree.data.fingerprint import Ranks
+from mcore_prefix_tree.utils.ranks import Ranks
 
 T = TypeVar("T")
 _ALIGNED = 64

@@ -17,6 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from mcore_prefix_tree.attention import AttentionOptions, Case, tree_attention
 from mcore_prefix_tree.attention.api import AUTO, check_case, check_setting, load_backend
 from mcore_prefix_tree.attention.auto import TreeShape, choose
+from mcore_prefix_tree.attention.backend_options import cast_inputs, without_autocast
 from mcore_prefix_tree.layout import FlatLayout
 from mcore_prefix_tree.logprob import Edges, edge_logprobs, restore
 from mcore_prefix_tree.metadata import TreeMetadata
@@ -93,20 +94,22 @@ def attend(
     draws = None if torch.compiler.is_compiling() else prefix_tree.derived("draws", lambda _: LayerDraws())
     if draws is not None:
         _begin(module, draws)
-    query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
+    query, key, value = cast_inputs(*(states[0].transpose(0, 1) for states in (query, key, value)))
     options = AttentionOptions(
         softmax_scale=query.shape[-1] ** -0.5 if scaling is None else scaling, window=sliding_window, sinks=s_aux
     )
-    output = tree_attention(
-        query,
-        key,
-        value,
-        prefix_tree,
-        softmax_scale=options.softmax_scale,
-        backend=_backend(prefix_tree_backend, prefix_tree, Case.of(query, key, value, options)),
-        window=options.window,
-        sinks=options.sinks,
-    )
+    # The check of a back-end compares dtypes, which autocast would change.
+    with without_autocast(query.device):
+        output = tree_attention(
+            query,
+            key,
+            value,
+            prefix_tree,
+            softmax_scale=options.softmax_scale,
+            backend=_backend(prefix_tree_backend, prefix_tree, Case.of(query, key, value, options)),
+            window=options.window,
+            sinks=options.sinks,
+        )
     if draws is not None:
         draws.after(getattr(module, "layer_idx", None), query.device)
     return output[None], None
@@ -133,8 +136,8 @@ def _backend(setting: str, tree: TreeMetadata, case: Case) -> str:
         load_backend(setting).check(case)
         return setting
 
-    kind = f"window {case.options.window}, sinks {case.options.sinks is not None}, training {case.needs_grad}"
-    return tree.derived(f"backend {setting}, {kind}", resolve)
+    options = f"window {case.options.window}, sinks {case.options.sinks is not None}"
+    return tree.derived(f"backend {setting}, {options}, {case.dtype}, training {case.needs_grad}", resolve)
 
 
 def pass_mask(*, attention_mask: torch.Tensor | None = None, use_vmap: bool = False, **_: Any) -> torch.Tensor | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeVar
@@ -23,7 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, TrainerCall
 from mcore_prefix_tree.attention.api import AUTO, check_setting
 from mcore_prefix_tree.integrations.picture_rows import Pictures, check_tower, has_tower, text_positions
 from mcore_prefix_tree.integrations.transformers import NAME, attend, check_model
-from mcore_prefix_tree.layout.trainer_rows import HostRows
+from mcore_prefix_tree.layout.trainer_rows import HostRows, Int64Array
 from mcore_prefix_tree.logprob.restore import expand
 from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.utils.randomness import Draws, drew, random_part
@@ -34,8 +35,9 @@ Model = TypeVar("Model")
 _EITHER = f"{NAME}_or_sdpa"
 _SDPA: Any = AttentionInterface()["sdpa"]
 # Arguments that describe rows, which the tree replaces. Labels pass through a backbone, but only heads read them.
-_OF_ROWS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "cache_position"}
-_OF_ROWS |= {"labels", "shift_labels", "mm_token_type_ids"}
+_BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+_LONGEST = ("max_length_q", "max_length_k")
+_OF_ROWS = {*_BORDERS, *_LONGEST, "cache_position", "labels", "shift_labels", "mm_token_type_ids"}
 _CACHES = ("past_key_values", "cache")
 _REFUSED = {
     "inputs_embeds": "rows are folded by their token ids; pass input_ids (PEFT's prompt tuning passes embeddings)",
@@ -113,13 +115,23 @@ class Folding:
             return None
         _check_call(backbone, call)
         ids, positions = call["input_ids"], text_positions(backbone, call.get("position_ids"))
-        rows = read_rows(ids, call.get("attention_mask"), positions, shifts=self.shifts)
+        borders = {name: call[name] for name in (*_BORDERS, *_LONGEST) if call.get(name) is not None}
+        rows = read_rows(ids, call.get("attention_mask"), positions, borders, shifts=self.shifts)
+        if not borders.keys().isdisjoint(_BORDERS) and positions is None and call.get("attention_mask") is None:
+            if any(call.get(name) is not None for name in ("position_ids", "image_grid_thw")):
+                raise ValueError(
+                    f"fold_backbone does not support {', '.join(borders)} with pictures: pass position_ids [4, B, T]"
+                )
+            # For SDPA, which does not read borders.
+            positions = rows.from_first(np.arange(rows.size)[None]).reshape(ids.shape)
+            call["position_ids"] = upload(positions, ids.device)
         pictures = Pictures.read(backbone, call, rows) if has_tower(backbone) else None
         rows = pictures.number_tokens(rows) if pictures else rows
         folded = rows.fold_ratio > self.least_fold_ratio or bool(pictures and pictures.repeated)
         self._counts.setdefault(torch.is_grad_enabled(), FoldCounts()).add(rows, folded=folded)
+        call["use_cache"] = False  # with a cache, SDPA does not read positions that begin again
         if not folded:
-            return None
+            return (), call
         layout = rows.make_layout()
         source = rows.sources_in(layout)
         tree, draws = TreeMetadata.from_layout(layout, device=ids.device), Draws(ids.device)
@@ -130,7 +142,6 @@ class Folding:
             "input_ids": ids.flatten()[upload(source, ids.device)][None],
             "position_ids": tree.tree_position_ids.long()[None],
             "attention_mask": no_mask,
-            "use_cache": False,
             "prefix_tree": tree,
             "prefix_tree_backend": self.backend,
             "prefix_tree_rows": _Tree(upload(rows.places_in(layout).reshape(ids.shape), ids.device), draws),
@@ -212,33 +223,52 @@ def read_rows(
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
+    borders: Mapping[str, Any] | None = None,
     *,
     shifts: bool = True,
 ) -> HostRows:
     """Read the rows of a call on the host, as Transformers interprets them.
 
     With a mask, each row of ``input_ids`` is a row without its padding. Without one, rows also end where positions do
-    not increase by 1, as in padding-free batches.
+    not increase by 1, as in padding-free batches, and without positions at the borders.
 
     Args:
         input_ids: ``[B, T]``.
         attention_mask: ``[B, T]``, 0 for padding, or None.
         position_ids: ``[B, T]`` or ``[1, T]``, or None for columns.
+        borders: ``cu_seq_lens_q`` and ``cu_seq_lens_k``, ``[rows + 1]``, ``seq_idx`` as ``position_ids``, and numbers
+            ``max_length_q`` and ``max_length_k``; none is required.
         shifts: whether rows may begin at any position, because only distances count.
 
     Raises:
-        ValueError: an argument has another shape, or a row has gaps or begins at a position that counts.
+        ValueError: an argument has another shape or contradicts the others, or a row has gaps or begins at a position
+            that counts.
     """
     size, width = input_ids.shape
-    for name, value, sizes in (("attention_mask", attention_mask, {size}), ("position_ids", position_ids, {1, size})):
+    marks = {name: value for name, value in (borders or {}).items() if name in _BORDERS}
+    for name, value, sizes in (
+        ("attention_mask", attention_mask, {size}),
+        ("position_ids", position_ids, {1, size}),
+        ("seq_idx", marks.get("seq_idx"), {1, size}),
+    ):
         if value is not None and (value.ndim != 2 or value.shape[1] != width or len(value) not in sizes):
             raise ValueError(f"{name} of shape {list(value.shape)} does not give the rows of input_ids {[size, width]}")
-    ids, mask, positions = _on_host(input_ids, attention_mask, position_ids)
-    columns = np.broadcast_to(np.arange(width) if positions is None else positions.reshape(-1, width), (size, width))
-    kept = np.ones(size * width, bool) if mask is None else mask.reshape(-1) != 0
-    at = np.flatnonzero(kept)
-    batch_row, position = at // width, columns.reshape(-1)[at]
+    ids, mask, positions, *values = _on_host(input_ids, attention_mask, position_ids, *marks.values())
+    at = np.arange(size * width) if mask is None else np.flatnonzero(mask)
+    batch_row, column = np.divmod(at, width)
     new = np.diff(batch_row, prepend=-1) != 0
+
+    def at_tokens(value: Int64Array) -> Int64Array:
+        return value[at if len(value) == size * width else column]
+
+    starts = {
+        name: new | (np.diff(at_tokens(value), prepend=0) != 0) if name == "seq_idx" else _starts(name, value, len(at))
+        for name, value in zip(marks, values, strict=True)
+    }
+    position = column if positions is None else at_tokens(positions)
+    if positions is None and mask is None and starts:
+        begin = new | next(iter(starts.values()))
+        position = at - np.maximum.accumulate(np.where(begin, at, 0))
     jumps = (np.diff(position, prepend=0) != 1) | (np.diff(at, prepend=0) != 1)
     if mask is None:
         new |= jumps
@@ -247,6 +277,12 @@ def read_rows(
             f"row {batch_row[gaps][0]} has gaps in its attention_mask or position_ids, so a tree would position its "
             "tokens differently: pad rows at their ends only"
         )
+    for name, begin in starts.items():
+        if (differs := begin != new).any():
+            raise ValueError(
+                f"{name} contradicts the other arguments of the call: only one of them begins a row at token "
+                f"{np.argmax(differs)}; give the same rows in all of them"
+            )
     if not shifts and (late := new & (position != 0)).any():
         raise ValueError(
             f"row {batch_row[late][0]} begins at position {position[late][0]}, and the model's positions are not "
@@ -254,16 +290,27 @@ def read_rows(
         )
     first = np.flatnonzero(new)
     length = np.diff(first, append=len(at))
+    for name in _LONGEST:
+        if (bound := (borders or {}).get(name)) is not None and bound < (longest := length.max(initial=0)):
+            raise ValueError(f"{name}={int(bound)} contradicts the other arguments: a row has {longest} tokens")
     return HostRows(ids=ids, row=batch_row[first], start=at[first], length=length)
 
 
-def _on_host(*tensors: torch.Tensor | None) -> list[Any]:
+def _starts(name: str, borders: Int64Array, tokens: int) -> Any:
+    """Return whether a row begins at each token, bool ``[tokens]``, for borders ``[rows + 1]``."""
+    if not len(borders) or borders[0] != 0 or borders[-1] != tokens or (np.diff(borders) < 0).any():
+        raise ValueError(f"{name} must rise from 0 to the number of tokens without padding, {tokens}, not {borders}")
+    starts = np.zeros(tokens + 1, bool)
+    starts[borders] = True
+    return starts[:-1]
+
+
+def _on_host(*tensors: Any) -> list[Any]:
     """Return flat int64 arrays of tensors of any shape, which arrive from a device in one transfer."""
-    parts = [tensor.reshape(-1).long() for tensor in tensors if tensor is not None]
-    if all(part.device.type == "cpu" for part in parts):
-        return [None if tensor is None else tensor.reshape(-1).long().numpy() for tensor in tensors]
-    arrays = iter(part.numpy() for part in torch.cat(parts).cpu().split([len(part) for part in parts]))
-    return [None if tensor is None else next(arrays) for tensor in tensors]
+    parts = [None if tensor is None else torch.as_tensor(tensor).reshape(-1).long() for tensor in tensors]
+    far = [part for part in parts if part is not None and not part.is_cpu]
+    near = iter(torch.cat(far).cpu().split([len(part) for part in far]) if far else ())
+    return [None if part is None else (part if part.is_cpu else next(near)).numpy() for part in parts]
 
 
 @cache

@@ -228,6 +228,15 @@ class FlatLayout:
         predicts[self.predictor[self.loss_weight != 0]] = True
         return int(np.count_nonzero(predicts))
 
+    @cached_property
+    def heads(self) -> tuple[Int64Array, Int64Array]:
+        """First tokens of nodes below others, int64 ``[n]``, by their predictors, which are the second array."""
+        starts = self.cu_node_lens[:-1]
+        heads = np.unique(starts[starts < self.physical_tokens]).astype(np.int64)
+        heads = heads[self.predictor[heads] >= 0]
+        heads = heads[np.argsort(self.predictor[heads], kind="stable")]
+        return heads, self.predictor[heads].astype(np.int64)
+
     @property
     def predictor_ratio(self) -> float:
         """Supervised tokens over their predictors, which a fused head's work shrinks by. 1 if none is supervised."""
@@ -306,7 +315,8 @@ def fold(
 
     lengths = np.fromiter(map(len, samples), dtype=np.int64, count=len(samples))
     masks = [sample.loss_mask for sample in samples]
-    loss_weight, num_supervised = _loss_weights(masks, trie, lengths, padded_size)
+    walk = trie.order, trie.shared, lengths, padded_size
+    loss_weight, num_supervised = sum_masks(masks, *walk)
     deeper = ([_deeper(mask, depth) for mask in masks] for depth in range(1, depths + 1))
     layout = FlatLayout(
         input_ids=input_ids,
@@ -324,7 +334,7 @@ def fold(
         num_supervised=num_supervised,
         temperature=_temperature(samples, trie, lengths, padded_size),
         routes=_routes(samples, trie, lengths, padded_size),
-        depth_weight=np.array([_loss_weights(masks, trie, lengths, padded_size)[0] for masks in deeper]),
+        depth_weight=np.array([sum_masks(masks, *walk)[0] for masks in deeper]),
     )
     if all(sample.signals.sampling_mask is None for sample in samples):
         return layout
@@ -379,7 +389,7 @@ def _routes(
         if own is not None:
             routes[flat : flat + fresh] = own.ids[prefix:]
             # The sample before may end here: its last token has no route.
-            if prefix and routes[path[prefix - 1], 0, 0] < 0:
+            if prefix and routes[path[prefix - 1]].max() < 0:
                 routes[path[prefix - 1]] = own.ids[prefix - 1]
         flat += fresh
     return routes
@@ -404,18 +414,22 @@ def _deeper(mask: npt.NDArray[np.floating], depth: int) -> npt.NDArray[np.float6
     return deeper
 
 
-def _loss_weights(
-    masks: Sequence[npt.NDArray[np.floating]], trie: Trie, lengths: Int64Array, padded_size: int
+def sum_masks(
+    masks: Sequence[npt.NDArray[np.generic]], order: Int64Array, shared: Int64Array, lengths: Int64Array, size: int
 ) -> tuple[npt.NDArray[np.float64], int]:
-    """Return the summed masks of the samples through each token, float64 ``[P]``, and the scored logical tokens."""
-    loss_weight = np.zeros(padded_size)  # float64: a sum of masks then equals the sum in a float64 loss
+    """Return the summed masks of the samples through each token, float64 ``[P]``, and the scored logical tokens.
+
+    ``order`` is the depth-first order, and ``shared`` the tokens that each sample in it has in common with the one
+    before, int64 ``[S]`` each; ``lengths``, int64 ``[S]``, are in the caller's order.
+    """
+    loss_weight = np.zeros(size)  # float64: a sum of masks then equals the sum in a float64 loss
     num_supervised = 0
     on_path = np.zeros(int(lengths.max(initial=0)), dtype=np.float64)
-    ordered = lengths[trie.order]
+    ordered = lengths[order]
     # After each sample the walk leaves the tokens that the next one does not share.
-    left = np.append(trie.shared, 0)[1:]
+    left = np.append(shared, 0)[1:]
     for index, path, length, keep in zip(
-        trie.order.tolist(), _paths(trie.shared, ordered), ordered.tolist(), left.tolist(), strict=True
+        order.tolist(), _paths(shared, ordered), ordered.tolist(), left.tolist(), strict=True
     ):
         mask = masks[index]
         on_path[1:length] += mask[1:]  # nothing predicts the first token

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mcore_prefix_tree.layout.flat import FlatLayout, Int32Array, Int64Array
-from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.layout.flat import FlatLayout, Int32Array, Int64Array, sum_masks
+from mcore_prefix_tree.sample import INT32_MAX, Sample
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -143,8 +143,11 @@ def cut(whole: FlatLayout, start: int, end: int, *, padded_size: int, num_superv
     nodes = _nodes(whole, start, end)
     predictor = whole.predictor[own] - np.int32(start)
     predictor[predictor < 0] = -1
-    behind = whole.predictor[end : whole.physical_tokens]
-    later = end + np.flatnonzero((behind >= start) & (behind < end))
+    heads, before = whole.heads
+    later = heads[slice(*np.searchsorted(before, (start, end)))]
+    later = np.sort(later[later > end])
+    if end < whole.physical_tokens and whole.predictor[end] >= start:
+        later = np.append(end, later)
     parent, routes = whole.node_parent[nodes] - np.int32(nodes.start), None
     if whole.routes is not None:
         routes = np.full((padded_size, *whole.routes.shape[1:]), -1, dtype=whole.routes.dtype)
@@ -183,7 +186,11 @@ def cut(whole: FlatLayout, start: int, end: int, *, padded_size: int, num_superv
 
 def find_stack(layout: FlatLayout, start: int) -> Int64Array:
     """Return the tokens before ``start`` that a chunk from there reads, int64 ``[n]``, ascending: the path to it."""
-    return np.flatnonzero(layout.subtree_end[:start] > start)
+    nodes = _path(layout, start)
+    starts = layout.cu_node_lens[nodes].astype(np.int64)
+    lens = np.minimum(layout.cu_node_lens[nodes + 1], start) - starts
+    stack: Int64Array = np.arange(lens.sum()) + np.repeat(starts - (np.cumsum(lens) - lens), lens)
+    return stack
 
 
 def find_in_window(layout: FlatLayout, start: int, end: int, size: int, window: int) -> npt.NDArray[np.bool_]:
@@ -260,10 +267,18 @@ def keep_tokens(layout: FlatLayout, tokens: Int64Array) -> FlatLayout:
     )
 
 
-def find_paths(layout: FlatLayout, first: Int64Array, last: Int64Array) -> npt.NDArray[np.bool_]:
-    """Return which nodes, with the first tokens int64 ``[N]``, are on the paths to tokens int64 ``[S]``: ``[S, N]``."""
-    on_path: npt.NDArray[np.bool_] = (first <= last[:, None]) & (last[:, None] < layout.subtree_end[first])
-    return on_path
+def find_last_spans(start: Int64Array, end: Int64Array, tokens: Int64Array) -> Int64Array:
+    """Return the innermost of nested spans, both int64 ``[n]``, around each token, int64 ``[S]``; -1 without one."""
+    borders, inner, around = [-1], [-1], [-1]  # the innermost span from each border on, and those around the last one
+    first, last = [*start.tolist(), INT32_MAX], end.tolist()
+    for span in [*np.argsort(start, kind="stable").tolist(), len(last)]:
+        while len(around) > 1 and last[around[-1]] <= first[span]:
+            borders.append(last[around.pop()])
+            inner.append(around[-1])
+        borders.append(first[span])
+        inner.append(span)
+        around.append(span)
+    return np.array(inner)[np.searchsorted(borders, tokens, side="right") - 1]
 
 
 def find_key_nodes(layout: FlatLayout, start: int, end: int) -> tuple[Int64Array, Int64Array]:
@@ -273,13 +288,8 @@ def find_key_nodes(layout: FlatLayout, start: int, end: int) -> tuple[Int64Array
         int64 ``[N + 1]`` and ``[N]``, the arguments of ``TreeMetadata.from_nodes``.
     """
     nodes = _nodes(layout, start, end)
-    borders = layout.cu_node_lens.astype(np.int64)
-    path: list[int] = []  # the nodes of the stack, deepest first
-    node = nodes.start if borders[nodes.start] < start else int(layout.node_parent[nodes.start])
-    while node >= 0:
-        path.append(node)
-        node = int(layout.node_parent[node])
-    above = np.array(path[::-1], dtype=np.int64)
+    borders = layout.cu_node_lens
+    above = _path(layout, start)
     lens = np.concatenate(
         [
             np.minimum(borders[above + 1], start) - borders[above],
@@ -296,11 +306,23 @@ def find_key_nodes(layout: FlatLayout, start: int, end: int) -> tuple[Int64Array
 
 def count_supervised(samples: Sequence[Sample], layout: FlatLayout) -> Int64Array:
     """Return int64 ``[P]``: how many tokens of samples with a loss mask each token predicts."""
-    starts = layout.cu_sample_lens[:-1].tolist()
-    scored = [np.flatnonzero(sample.loss_mask[1:]) + start for sample, start in zip(samples, starts, strict=True)]
-    # The predictor of a token is the token before it in its sample.
-    predictor = layout.sample_map[np.concatenate(scored)] if scored else np.empty(0, dtype=np.int64)
-    return np.bincount(predictor, minlength=layout.padded_size)
+    lengths, size = np.diff(layout.cu_sample_lens), layout.padded_size
+    masks = [sample.loss_mask != 0 for sample in samples]
+    times, _ = sum_masks(masks, layout.sample_order, layout.sample_shared, lengths, size)
+    scored = np.flatnonzero(times)
+    return np.bincount(layout.predictor[scored], times[scored], minlength=size).astype(np.int64)
+
+
+def _path(layout: FlatLayout, start: int) -> Int64Array:
+    """Return the nodes of the stack of a chunk from ``start``, int64 ``[n]``, ascending."""
+    path: list[int] = []
+    if start < layout.physical_tokens:
+        node = _nodes(layout, start, start + 1).start
+        node = node if layout.cu_node_lens[node] < start else int(layout.node_parent[node])
+        while node >= 0:
+            path.append(node)
+            node = int(layout.node_parent[node])
+    return np.array(path[::-1], dtype=np.int64)
 
 
 def _nodes(layout: FlatLayout, start: int, end: int) -> slice:

@@ -90,7 +90,8 @@ def softmax_sums_(block: torch.Tensor, *, shifted: torch.Tensor | None = None) -
     if shifted is None:
         return RowSums(maximum, block.sub_(maximum[:, None]).exp_().sum(dim=1), None)
     exp = torch.exp(torch.sub(block, maximum[:, None], out=shifted), out=block)
-    moment = torch.linalg.vecdot(exp, shifted.clamp_(min=_EXP_IS_ZERO))
+    # With out=, autocast does not change the dtype.
+    moment = torch.linalg.vecdot(exp, shifted.clamp_(min=_EXP_IS_ZERO), out=torch.empty_like(maximum))
     return RowSums(maximum, exp.sum(dim=1), moment)
 
 

@@ -3,11 +3,10 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mcore_prefix_tree.mcore import compat
+from mcore_prefix_tree.mcore import release
 
-# Before anything of megatron-core is imported by name: the error names every missing name in one sentence.
-compat.check_version()
-compat.check(compat.SEAM)
+# Before anything of megatron-core is imported by name.
+release.check_version()
 
 from mcore_prefix_tree.mcore.packed import (  # noqa: E402
     PicturePackedSeqParams,

@@ -1,15 +1,18 @@
 """Advantages from rewards, on the host before a step runs: group baselines, turns, whitening.
 
-Legend: S samples, K scored tokens, R rollouts, W rewards (one per rollout, or one per turn of it).
+Legend: S samples, K scored tokens, R rollouts, G groups, W rewards (one per rollout, or one per
+turn of it).
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from mcore_prefix_tree.objectives.objective import known_name
 from mcore_prefix_tree.objectives.scored import Float64Array, Int64Array, ScoredTokens, rollout_keys
@@ -126,7 +129,7 @@ class Rewards:
     """The rewards of a step, each counted once however many samples its rollout was cut into.
 
     Attributes:
-        value: float64 ``[W]``.
+        value: float64 ``[W]``, less a penalty of the tokens that earned it.
         rollout: int64 ``[W]``.
         cu_turns: int64 ``[R + 1]``; rollout r has the rewards ``cu_turns[r]:cu_turns[r + 1]``.
         group: int64 ``[R]``.
@@ -143,8 +146,8 @@ class Rewards:
     of_token: Int64Array
 
     @classmethod
-    def of(cls, scored: ScoredTokens, *, setting: str, grouped: bool) -> Rewards:
-        """Collect the rewards of a step; ``grouped`` requires a ``group`` from every sample.
+    def of(cls, scored: ScoredTokens, *, setting: str, grouped: bool, penalty: Float64Array | None = None) -> Rewards:
+        """Collect the rewards of a step, less a penalty ``[K]``; ``grouped`` requires a ``group`` from every sample.
 
         Raises:
             SampleError: a sample lacks ``reward`` or ``group``; two samples of one rollout do not agree on the reward.
@@ -179,15 +182,33 @@ class Rewards:
         lens = np.fromiter(map(len, values), dtype=np.int64, count=len(values))
         cu_turns = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lens)])
         turn = turn_of_sample[scored.sample]
+        of_token = cu_turns[rollout_of_sample[scored.sample]] + np.where(turn < 0, scored.turn, turn)
+        value = np.concatenate(values) if values else np.empty(0)
+        if penalty is not None:
+            value = value - np.bincount(of_token, weights=penalty, minlength=len(value))
         return cls(
             setting=setting,
-            value=np.concatenate(values) if values else np.empty(0),
+            value=value,
             rollout=np.repeat(np.arange(len(values)), lens),
             cu_turns=cu_turns,
             group=np.array(group, dtype=np.int64),
             first_sample=np.array(first_sample, dtype=np.int64),
-            of_token=cu_turns[rollout_of_sample[scored.sample]] + np.where(turn < 0, scored.turn, turn),
+            of_token=of_token,
         )
+
+    @cached_property
+    def group_of_value(self) -> Int64Array:
+        """Return int64 ``[W]``."""
+        return self.group[self.rollout]
+
+    @cached_property
+    def is_equal(self) -> npt.NDArray[np.bool_]:
+        """Return bool ``[G]``, whether a group's rewards are equal, or of one rollout: all its advantages are 0."""
+        low, high = (np.full(int(self.group.max(initial=-1)) + 1, bound) for bound in (np.inf, -np.inf))
+        np.minimum.at(low, self.group_of_value, self.value)
+        np.maximum.at(high, self.group_of_value, self.value)
+        is_equal: npt.NDArray[np.bool_] = (low == high) | (np.bincount(self.group, minlength=len(low)) == 1)
+        return is_equal
 
 
 def reward_advantages(
@@ -197,7 +218,6 @@ def reward_advantages(
     *,
     eps: float,
     alone: Alone = "error",
-    penalty: Float64Array | None = None,
 ) -> Float64Array:
     """Return the advantage of every scored token from the rewards of its rollout, float64 ``[K]``.
 
@@ -212,18 +232,15 @@ def reward_advantages(
         eps: number added to the standard deviation.
         alone: treatment of a group of a single rollout, which has nothing to be compared with: ``error``, or ``zero``
             for advantages of 0, as if all rewards were equal.
-        penalty: float64 ``[K]``, subtracted from the rewards that the tokens earned.
 
     Raises:
         SampleError: there is a group of a single rollout, and ``alone`` is ``error``.
     """
     value = rewards.value
-    if penalty is not None:
-        value = value - np.bincount(rewards.of_token, weights=penalty, minlength=len(value))
     if estimator.compares:
         if alone == "error":
             _check_not_alone(scored, rewards)
-        value = _within_groups(rewards, value, estimator, eps)
+        value = _within_groups(rewards, estimator, eps)
     of_token: Float64Array = sums_to_go(value, rewards.cu_turns)[rewards.of_token]
     return of_token
 
@@ -239,10 +256,9 @@ def _check_not_alone(scored: ScoredTokens, rewards: Rewards) -> None:
         )
 
 
-def _within_groups(rewards: Rewards, value: Float64Array, estimator: AdvantageEstimator, eps: float) -> Float64Array:
-    """Return the advantages ``[W]`` of rewards ``[W]`` within their groups."""
-    group = rewards.group[rewards.rollout]
-    groups = int(rewards.group.max(initial=-1)) + 1
+def _within_groups(rewards: Rewards, estimator: AdvantageEstimator, eps: float) -> Float64Array:
+    """Return the advantages ``[W]`` of rewards within their groups."""
+    value, group, groups = rewards.value, rewards.group_of_value, len(rewards.is_equal)
     number, total = (np.bincount(group, weights=weights, minlength=groups) for weights in (None, value))
     from_mean = value - total[group] / number[group]
     centred = from_mean
@@ -250,11 +266,7 @@ def _within_groups(rewards: Rewards, value: Float64Array, estimator: AdvantageEs
         own = np.bincount(rewards.rollout, weights=value)[rewards.rollout]
         others = number[group] - np.diff(rewards.cu_turns)[rewards.rollout]
         centred = value - (total[group] - own) / np.maximum(others, 1)
-    low, high = np.full(len(number), np.inf), np.full(len(number), -np.inf)
-    np.minimum.at(low, group, value)
-    np.maximum.at(high, group, value)
-    is_alone = np.bincount(rewards.group, minlength=groups) == 1
-    centred = np.where(((low == high) | is_alone)[group], 0.0, centred)  # exactly 0, without rounding errors
+    centred = np.where(rewards.is_equal[group], 0.0, centred)  # exactly 0, without rounding errors
     if estimator.deviation == "group":
         variance = np.bincount(group, weights=np.square(from_mean), minlength=groups) / np.maximum(number - 1, 1)
         return _divided(centred, np.sqrt(variance)[group], eps)

@@ -4,12 +4,8 @@ A chunk is a run of the student's tokens and a run of the teacher's that have th
 each folded by their own tokens, and a chunk is read at its predictors in both layouts: chunks of several samples that
 have the same predictors are computed once, with the sum of their weights. The losses are in
 :mod:`mcore_prefix_tree.xtoken.losses`. With KD the sum of the terms over the chunks of the step, and CE the mean
-negative log-likelihood of its scored tokens,
-
-    fixed      kd_weight KD + ce_weight CE
-    dynamic    |CE| / |KD| KD + CE, the factor without a gradient
-
-Both are divided by the counts of the full step, so neither depends on how it is cut into micro-batches.
+negative log-likelihood of its scored tokens, the loss is ``kd_weight KD + ce_weight CE``. Both are divided by
+the counts of the full step, so neither depends on how it is cut into micro-batches.
 
 Legend: C unique chunks of a micro-batch, E scored tokens.
 """
@@ -18,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass as plain_dataclass
-from dataclasses import field, replace
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -55,15 +51,6 @@ _LOGITS = 2**24
 _LEAST_ROWS = 256
 
 
-def _same(one: TeacherSide, other: TeacherSide) -> bool:
-    """Return whether two teachers have the same projection."""
-    if one.projection is None or other.projection is None:
-        return one.projection is other.projection
-    return np.array_equal(one.projection.columns, other.projection.columns) and np.array_equal(
-        one.projection.weights, other.projection.weights
-    )
-
-
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class CrossTokenizer(Objective):
     """Settings of a distillation from teachers with another tokenizer; see the formulas above.
@@ -80,8 +67,7 @@ class CrossTokenizer(Objective):
             ``h_kl``.
         tail: largest number of tokens without a counterpart that ``gold`` and ``h_kl`` compare.
         theta: temperature of the likelihoods of ``alm``.
-        projection: file of the projection matrix, for ``p_kl``, ``gold``, ``h_kl`` and ``partition_kl``; one per
-            teacher.
+        projection: file of the projection matrix, for ``p_kl``, ``gold`` and ``h_kl``; one per teacher.
         teacher: source of the teacher's rows. ``full`` runs the teachers' models in every step. ``top_k`` reads the
             rows that the samples bring (:class:`~mcore_prefix_tree.signals.Teacher`), of one teacher: P-KL compares the
             tokens that they name, ALM the likelihoods of the tokens, and the other modes need rows of the full
@@ -90,14 +76,9 @@ class CrossTokenizer(Objective):
             ``messages`` with the teacher's own chat format, in which the scored text must be the same.
         aligner: name of the aligner: ``bytes`` is exact; ``dynamic`` also aligns text that the two tokenizers write
             differently.
-        scaling: rule by which KD and CE are added, see above.
-        kd_weight: weight of KD, if ``scaling`` is fixed.
-        ce_weight: weight of CE, if ``scaling`` is fixed.
-        teachers: rule that combines several teachers. ``weights`` adds their KD with ``teacher_weights``, ``scores``
-            with the softmax of minus each one's cross-entropy on the step, ``lowest_ce`` takes the one with the lowest,
-            and ``averaged_logits`` averages the logits of teachers with one vocabulary.
-        teacher_weights: one weight per teacher; None is 1 each. ``averaged_logits`` divides them by their sum.
-        score_sharpness: factor on the scores.
+        kd_weight: weight of KD.
+        ce_weight: weight of CE.
+        teacher_weights: weight of each teacher's KD; None is 1 each.
     """
 
     mode: Mode = "p_kl"
@@ -110,16 +91,13 @@ class CrossTokenizer(Objective):
     teacher: Literal["full", "top_k"] = "full"
     rendering: Literal["student", "own"] = "student"
     aligner: Aligner = "bytes"
-    scaling: Literal["fixed", "dynamic"] = "fixed"
     kd_weight: float = Field(default=1.0, ge=0)
     ce_weight: float = Field(default=0.0, ge=0)
-    teachers: Literal["weights", "scores", "lowest_ce", "averaged_logits"] = "weights"
     teacher_weights: list[NonNegativeFloat] | None = None
-    score_sharpness: float = Field(default=1.0, gt=0)
     output: ClassVar[Output] = "chunks"
 
     def __post_init__(self) -> None:
-        reads, fixed, asks = MODES[self.mode], self.scaling == "fixed", self.teacher == "full"
+        reads, asks = MODES[self.mode], self.teacher == "full"
         refuse_unused(
             self,
             [
@@ -128,16 +106,11 @@ class CrossTokenizer(Objective):
                 ("reverse", reads.reverse, "mode=p_kl, gold or h_kl"),
                 ("tail", self.mode in ("gold", "h_kl"), "mode=gold or h_kl"),
                 ("theta", self.mode == "alm", "mode=alm"),
-                ("projection", reads.projection, "mode=p_kl, gold, h_kl or partition_kl"),
+                ("projection", reads.projection, "mode=p_kl, gold or h_kl"),
                 ("rendering", asks, "teacher=full, because exported rows belong to the student's text"),
-                ("teachers", asks, "teacher=full, because the data have the rows of one teacher"),
-                ("kd_weight", fixed, "scaling=fixed"),
-                ("ce_weight", fixed, "scaling=fixed"),
-                ("teacher_weights", self.teachers in ("weights", "averaged_logits"), "teachers=weights"),
-                ("score_sharpness", self.teachers == "scores", "teachers=scores"),
             ],
         )
-        if fixed and not (self.kd_weight or self.ce_weight):
+        if not (self.kd_weight or self.ce_weight):
             raise ValueError("kd_weight=0 and ce_weight=0 leave no loss; set one of them above 0")
 
     @property
@@ -156,7 +129,7 @@ class CrossTokenizer(Objective):
     @property
     def reads_ce(self) -> bool:
         """Return whether the cross-entropy of the step is part of the loss."""
-        return self.scaling == "dynamic" or self.ce_weight > 0
+        return self.ce_weight > 0
 
     def targets(self, samples: Sequence[Sample]) -> Targets:
         raise ValueError("a distillation across tokenizers reads both tokenizers; bind the settings to them first")
@@ -177,7 +150,6 @@ class BoundCrossTokenizer(Objective):
     sharing: Sharing = SHARE_ALL
     pad_to_multiple_of: int = 1
     block_rows: int | None = None
-    ce_weight: float = field(init=False)
     output: ClassVar[Output] = "chunks"
 
     def __post_init__(self) -> None:
@@ -187,22 +159,6 @@ class BoundCrossTokenizer(Objective):
             raise ValueError(f"teacher_weights has {len(weights)} numbers, but there are {len(self.sides)} teachers")
         if settings.teacher == "top_k" and len(self.sides) > 1:
             raise ValueError(f"teacher=top_k reads the rows of one teacher, but there are {len(self.sides)}; name one")
-        if settings.teachers == "averaged_logits":
-            if len({side.pairing.teacher.hash for side in self.sides}) > 1:
-                raise ValueError("teachers=averaged_logits needs teachers with one tokenizer; set teachers=weights")
-            if settings.rendering == "own":
-                # Chat formats may differ, and with them the tokens.
-                raise ValueError("teachers=averaged_logits needs teachers that read one text; set rendering=student")
-            if not all(map(_same, self.sides, self.sides[1:])):
-                raise ValueError(
-                    "teachers=averaged_logits compares by one projection, and those of the teachers differ; name one "
-                    "file for all"
-                )
-            if weights is not None and not sum(weights) > 0:
-                raise ValueError(
-                    "teachers=averaged_logits divides by the sum of teacher_weights, which must be above 0"
-                )
-        object.__setattr__(self, "ce_weight", settings.ce_weight if settings.scaling == "fixed" else 1.0)
 
     @property
     def second_models(self) -> SecondModels:
@@ -330,7 +286,6 @@ class BoundCrossTokenizer(Objective):
             teacher_rows=teacher_rows,
             student_limit=self.block_rows or max(_LEAST_ROWS, _LOGITS // side.student_size),
             teacher_limit=self.block_rows or max(_LEAST_ROWS, _LOGITS // side.teacher_size),
-            endings=side.endings,
             device=device,
         )
         return TaughtChunks(
@@ -368,7 +323,7 @@ class BoundCrossTokenizer(Objective):
             bad.append(first_bad_sample(of_teacher, taught.first_sample))
         if logprob is not None:
             total = -torch.dot(logprob, rows.token_weight.to(logprob.dtype))
-            loss = loss + self.ce_weight * total
+            loss = loss + self.settings.ce_weight * total
             count = torch.full((), rows.count, dtype=torch.float64, device=total.device)
             metrics["ce"] = torch.stack([total.detach().double(), count])
         return LossOutput(loss=loss, metrics=metrics, bad_sample=torch.stack(bad).amin())

@@ -22,7 +22,7 @@ from mcore_prefix_tree.xtoken.projection import Projection
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.logprob import Edges
-    from mcore_prefix_tree.xtoken.losses import Block, Endings, KnownRows
+    from mcore_prefix_tree.xtoken.losses import Block, KnownRows
 
 
 def refuse_temperatures(samples: Sequence[Sample]) -> None:
@@ -48,7 +48,6 @@ class TeacherSide:
     student_size: int
     teacher_size: int
     projection: Projection | None = None
-    endings: Endings | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -10,13 +10,13 @@ The loss mask multiplies a token's loss; it does not change the divisor, which c
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
+import numpy.typing as npt
 
-from mcore_prefix_tree.objectives.scored import Float64Array, Int64Array, ScoredTokens, rollout_keys
+from mcore_prefix_tree.objectives.scored import Float64Array, Int64Array, ScoredTokens, numbered, rollout_keys
 
 # Means over units of several samples, which all have to be in one step.
 Unit = Literal["rollout", "group"]
@@ -29,6 +29,12 @@ class Normalised:
 
     weight: Float64Array
     count: Int64Array
+
+    def without(self, scored: ScoredTokens, left_out: npt.NDArray[np.bool_]) -> Normalised:
+        """Leave whole samples and units out, of which ``left_out``, bool ``[K]``, has the tokens."""
+        count = self.count.copy()
+        count[scored.sample[left_out]] = 0
+        return Normalised(weight=np.where(left_out, 0.0, self.weight), count=count)
 
 
 def counted_as_one(by: By) -> Unit | None:
@@ -66,10 +72,9 @@ def normalise(scored: ScoredTokens, by: By, *, length: float | None = None) -> N
         keys = [of_all[index] for index in counted.tolist()]
     else:
         keys = [scored.required(index, "group", "normalise=group") for index in counted.tolist()]
-    seen: dict[Hashable, int] = {}
     unit = np.full(len(lens), -1, dtype=np.int64)
-    unit[counted] = [seen.setdefault(key, len(seen)) for key in keys]
-    per_unit = np.bincount(unit[scored.sample], minlength=len(seen))
+    unit[counted] = numbered(keys)
+    per_unit = np.bincount(unit[scored.sample])
     count = np.zeros_like(lens)
     count[counted[np.unique(unit[counted], return_index=True)[1]]] = 1  # with its first sample
     return Normalised(weight=scored.mask / per_unit[unit[scored.sample]], count=count)

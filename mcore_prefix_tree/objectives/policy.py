@@ -10,21 +10,22 @@ Per scored token, with the advantage A, the ratio r = pi / old, and ``sg`` for "
     cispo      -sg(clip(r, 1 - clip_eps_low, 1 + clip_eps_high)) A log pi   MiniMax-M1, 2025, arXiv:2506.13585
     reinforce  -A log pi                                                    Williams, 1992
 
-    ratio_level=sequence: r of a token is sg(exp(mean over the sample of log pi - log old)) * pi / sg(pi): GSPO's
+    surrogate_level=sequence: r of a token is sg(exp(mean over the sequence of log pi - log old)) * pi / sg(pi): GSPO's
     sequence ratio (Zheng et al., 2025, arXiv:2507.18071, eq. 5-7), as its authors write it for advantages per token
-    (GSPO-token); for one advantage per sample the two have the same value and gradient. The mean is weighed by the loss
-    mask.
+    (GSPO-token); for one advantage per sequence the two have the same value and gradient. The mean is weighed by the
+    loss mask.
 
 ``tis`` is old / rollout, the ratio of a token that an engine sampled or of its sequence, truncated or masked outside
-``tis_floor`` and ``tis_cap``; off-policy sequence masking omits tokens of A < 0 in samples whose mean of log rollout -
-log pi is above ``off_policy_mask``.
+``tis_floor`` and ``tis_cap``; off-policy sequence masking omits tokens of A < 0 in sequences whose mean of log rollout
+- log pi is above ``off_policy_mask``. A sequence is a rollout or one turn of it (``ratio_level``), whether its turns
+are one sample or many.
 
 Legend: P padded tokens, K scored tokens, S samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -63,9 +64,16 @@ def log_ratio(logprob: torch.Tensor, old: torch.Tensor, rows: Rows, level: Level
     """Return ``[K]``: log of each token's ratio, cut at +-LOG_RATIO_LIMIT, beyond which it has no gradient."""
     ratio = logprob - old
     if level == "sequence":
-        of_sequence = rows.mean_per_sample(ratio.detach())[rows.sample]
+        of_sequence = _mean_of_sequence(ratio.detach(), rows)
         ratio = of_sequence + (logprob - logprob.detach())  # in this order: the second is exactly 0
     return ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def _mean_of_sequence(values: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Return ``[K]``: the mean over each token's sequence, weighted by the loss mask; 0 if the masks add up to 0."""
+    mask = rows.columns["loss_mask"].to(values.dtype)
+    total = rows.sum_of_unit(mask)
+    return rows.sum_of_unit(mask * values) / total.masked_fill(total == 0, 1.0)
 
 
 def clipped_surrogate(
@@ -95,7 +103,9 @@ class PolicyGradient(TokenObjective):
         gamma: discount, for ``gae``.
         lam: lambda, for ``gae``.
         surrogate: surrogate of the ratio, see above.
-        ratio_level: whether the ratio is that of a token or of its entire sequence.
+        surrogate_level: whether the surrogate's ratio is that of a token or of its entire sequence.
+        ratio_level: sequence of all ratios of sequences (``surrogate_level``, ``tis_level``, ``kl_importance``) and of
+            ``off_policy_mask``: an entire ``rollout``, or each ``turn``, whether turns are samples or not.
         clip_eps_low: largest distance below 1 at which the ratio counts.
         clip_eps_high: largest distance above 1 at which the ratio counts.
         dual_clip: factor of the bound on the loss if A < 0, see above; greater than 1. None sets no bound.
@@ -117,6 +127,8 @@ class PolicyGradient(TokenObjective):
         entropy_coef: coefficient of the entropy of the distribution that each token is drawn from.
         normalise: unit that the mean is over; see :func:`~mcore_prefix_tree.objectives.normalise.normalise`.
         normalise_length: constant of ``sample_sum``.
+        filter_groups: whether to leave groups of equal rewards, whose advantages are 0, out of the loss: out of its
+            divisor, and out of its divergence and entropy.
     """
 
     advantage: Advantage = "group_mean_std"
@@ -126,7 +138,8 @@ class PolicyGradient(TokenObjective):
     gamma: float = Field(default=1.0, ge=0, le=1)
     lam: float = Field(default=1.0, ge=0, le=1)
     surrogate: Literal["clip", "cispo", "reinforce"] = "clip"
-    ratio_level: Level = "token"
+    surrogate_level: Level = "token"
+    ratio_level: Literal["rollout", "turn"] = "rollout"
     clip_eps_low: float = Field(default=0.2, ge=0, le=1)
     clip_eps_high: NonNegativeFloat = 0.2
     dual_clip: float | None = Field(default=None, gt=1)
@@ -143,6 +156,7 @@ class PolicyGradient(TokenObjective):
     entropy_coef: float = 0.0
     normalise: By = "sample"
     normalise_length: PositiveFloat | None = None
+    filter_groups: bool = False
     reports_entropy: ClassVar[bool] = True
     starts_from_policy: ClassVar[bool] = True
     remedies: ClassVar[Mapping[str, str]] = {
@@ -160,7 +174,8 @@ class PolicyGradient(TokenObjective):
                 ("alone", estimator.compares, "an advantage that compares the rollouts of a group"),
                 ("gamma", self.advantage == "gae", "advantage=gae"),
                 ("lam", self.advantage == "gae", "advantage=gae"),
-                ("ratio_level", has_ratio, "surrogate=clip or surrogate=cispo"),
+                ("surrogate_level", has_ratio, "surrogate=clip or surrogate=cispo"),
+                ("ratio_level", self._reads_sequences, "surrogate_level=sequence, or another ratio of sequences"),
                 ("clip_eps_low", has_ratio, "surrogate=clip or surrogate=cispo"),
                 ("clip_eps_high", has_ratio, "surrogate=clip or surrogate=cispo"),
                 ("dual_clip", self.surrogate == "clip", "surrogate=clip"),
@@ -169,6 +184,7 @@ class PolicyGradient(TokenObjective):
                 ("tis_mode", self.tis_cap is not None, "tis_cap"),
                 ("kl_importance", self.kl_in == "loss", "kl_in=loss"),
                 ("normalise_length", self.normalise == "sample_sum", "normalise=sample_sum"),
+                ("filter_groups", estimator.compares, "an advantage that compares the rollouts of a group"),
             ],
         )
         if self.tis_cap is not None and self.tis_floor > self.tis_cap:
@@ -189,50 +205,69 @@ class PolicyGradient(TokenObjective):
     def grouped_by(self) -> GroupedBy | None:
         penalised = bool(self.kl_coef) and self.kl_in == "reward"
         units = {ADVANTAGES[self.advantage].grouped_by(penalised=penalised), counted_as_one(self.normalise)}
+        if self._reads_sequences and self.ratio_level == "rollout":
+            units.add("rollout")
         return "group" if "group" in units else "rollout" if "rollout" in units else None
 
     @property
     def sums_edges(self) -> bool:
-        """Return whether no ratio and no weight is of a whole sequence."""
-        return self.terms == "row" and (self.tis_cap is None or self.tis_level == "token")
+        """Return whether no ratio of the current policy is of a whole sequence."""
+        return self.terms == "row"
 
     @property
     def terms(self) -> Terms:
         of_sequence = (
-            "sequence" in (self.ratio_level, self.kl_importance)
+            "sequence" in (self.surrogate_level, self.kl_importance)
             or self.off_policy_mask is not None
             or (self.on_policy and self.tis_level == "sequence")
         )
         return "sample" if of_sequence else "row"
+
+    @property
+    def _reads_sequences(self) -> bool:
+        return self.terms == "sample" or self.tis_level == "sequence"
+
+    def together(self, samples: Sequence[Sample]) -> list[Hashable] | None:
+        """Return the rollout of each sample if the loss reads whole rollouts, and one has several samples."""
+        keys = rollout_keys(samples) if self.terms == "sample" and self.ratio_level == "rollout" else []
+        return keys if len(set(keys)) < len(keys) else None
 
     def targets(self, samples: Sequence[Sample]) -> Targets:
         """Compute advantages, weights and columns of a step, on the host; raises SampleError for a missing field."""
         scored = ScoredTokens.of(samples)
         normalised = normalise(scored, self.normalise, length=self.normalise_length)
         columns = {name: scored.column(name, setting) for name, setting in self._needed().items()}
+        if self.terms == "sample":
+            columns["loss_mask"] = scored.mask
+        sequence = scored.sequence(self.ratio_level) if self._reads_sequences else scored.sample
+        # A rollout joins samples, and a turn is a part of one: as many are the same.
+        is_sample = self.terms == "row" or np.count_nonzero(np.bincount(sequence)) == np.count_nonzero(scored.lens)
+        if self.tis_level == "sequence" and not self.on_policy:  # of the step, so that its turns may lie apart
+            difference = columns["old_logprobs"].astype(np.float64) - columns["rollout_logprobs"]
+            columns["sequence_tis"] = np.bincount(sequence, weights=difference)[sequence]
         kl = None
         if self.kl_coef and self.kl_in == "reward":
             kl = KLPenalty.of(scored, self.kl_coef, self.estimator, "kl_in=reward")
-        advantage = self._advantages(scored, kl)
+        advantage, rewards = self._advantages(scored, kl)
         metrics = {} if kl is None else kl.metrics
         metrics |= {
             "advantage": (float(advantage.sum()), float(len(advantage))),
             "zero_advantage": (float(np.count_nonzero(advantage == 0)), float(len(advantage))),
         }
+        if rewards is not None and self.filter_groups:
+            normalised = normalised.without(scored, rewards.is_equal[rewards.group_of_value[rewards.of_token]])
+            metrics["filtered_groups"] = (float(rewards.is_equal.sum()), float(len(rewards.is_equal)))
         # Once per rollout, however many samples it was cut into.
-        rewards = {
-            key: sample.signals
-            for key, sample in zip(rollout_keys(samples), samples, strict=True)
-            if sample.signals.reward is not None
-        }
-        if rewards:
-            total = sum(float(np.asarray(signals.reward).sum()) for signals in rewards.values())
-            metrics["reward"] = (total, float(len(rewards)))
+        given = zip(rollout_keys(samples), (sample.signals.reward for sample in samples), strict=True)
+        of_rollouts = {key: float(np.sum(reward)) for key, reward in given if reward is not None}
+        if of_rollouts:
+            metrics["reward"] = (sum(of_rollouts.values()), float(len(of_rollouts)))
         return Targets(
             scored=scored,
             weight=normalised.weight,
             count=normalised.count,
             columns=columns | {"advantage": advantage},
+            unit=None if is_sample else sequence,
             metrics=metrics,
         )
 
@@ -249,10 +284,11 @@ class PolicyGradient(TokenObjective):
                 needed.setdefault("rollout_logprobs", f"{name}={getattr(self, name)}")
         return needed
 
-    def _advantages(self, scored: ScoredTokens, kl: KLPenalty | None) -> Float64Array:
+    def _advantages(self, scored: ScoredTokens, kl: KLPenalty | None) -> tuple[Float64Array, Rewards | None]:
+        """Return ``[K]`` advantages, and the rewards that they compare or come from."""
         setting = f"advantage={self.advantage}"
         penalty = None if kl is None else kl.of_token
-        estimator = ADVANTAGES[self.advantage]
+        estimator, collected = ADVANTAGES[self.advantage], None
         if estimator.reads == "advantage":
             advantage = scored.column("advantage", setting).astype(np.float64)
         elif estimator.reads == "values":
@@ -260,11 +296,9 @@ class PolicyGradient(TokenObjective):
             values = scored.column("values", setting).astype(np.float64)
             advantage, _ = gae(scored, rewards, values, gamma=self.gamma, lam=self.lam)
         else:
-            collected = Rewards.of(scored, setting=setting, grouped=estimator.compares)
-            advantage = reward_advantages(
-                scored, collected, estimator, eps=self.advantage_eps, alone=self.alone, penalty=penalty
-            )
-        return whiten(advantage, eps=self.advantage_eps) if self.whiten else advantage
+            collected = Rewards.of(scored, setting=setting, grouped=estimator.compares, penalty=penalty)
+            advantage = reward_advantages(scored, collected, estimator, eps=self.advantage_eps, alone=self.alone)
+        return whiten(advantage, eps=self.advantage_eps) if self.whiten else advantage, collected
 
     def loss(self, logprob: torch.Tensor, entropy: torch.Tensor | None, rows: Rows) -> LossOutput:
         """Return the weighted sum over a micro-batch; ``logprob`` is ``[P]``, each token's at its own flat index.
@@ -284,8 +318,8 @@ class PolicyGradient(TokenObjective):
             per_token = per_token * weight
             metrics |= {"tis_weight": weighted_mean(weight), "tis_outside": weighted_mean(outside)}
         if self.off_policy_mask is not None:
-            drift = rows.mean_per_sample(column["rollout_logprobs"] - scored.detach())
-            is_far = (column["advantage"] < 0) & (drift > self.off_policy_mask)[rows.sample]
+            drift = _mean_of_sequence(column["rollout_logprobs"] - scored.detach(), rows)
+            is_far = (column["advantage"] < 0) & (drift > self.off_policy_mask)
             per_token = per_token.masked_fill(is_far, 0.0)
             metrics["off_policy_masked"] = weighted_mean(is_far)
         if "ref_logprobs" in column:
@@ -294,8 +328,8 @@ class PolicyGradient(TokenObjective):
                 divergence = divergence * log_ratio(scored, old, rows, "token").exp()
             elif self.kl_importance == "sequence":
                 # Not the ratio of the surrogate: this one spreads its gradient evenly over the sequence, as TRL's does.
-                sample_scores = rows.mean_per_sample(scored - old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-                divergence = divergence * sample_scores[rows.sample]
+                of_sequence = _mean_of_sequence(scored - old, rows).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+                divergence = divergence * of_sequence.exp()
             per_token = per_token + self.kl_coef * divergence
             metrics["kl"] = weighted_mean(kl_estimate(scored, column["ref_logprobs"], "k3"))
         if entropy is not None:
@@ -317,7 +351,8 @@ class PolicyGradient(TokenObjective):
         """Return ``[K]`` weights without a gradient, and bool ``[K]``, whether the ratio was out of bounds."""
         difference = (old - rollout).detach()
         if self.tis_level == "sequence":  # without the loss mask, which has nothing to do with sampling
-            difference = rows.sum_per_sample(difference)[rows.sample]
+            known = rows.columns.get("sequence_tis")
+            difference = rows.sum_of_unit(difference) if known is None else known.to(difference.dtype)
         ratio = difference.clamp(max=LOG_RATIO_LIMIT).exp()
         outside = (ratio < self.tis_floor) | (ratio > cap)
         is_cut = self.tis_mode == "truncate"
@@ -329,8 +364,8 @@ class PolicyGradient(TokenObjective):
         """Return losses ``[K]`` from log-probabilities and advantages ``[K]``, and the metrics of the ratio."""
         if self.surrogate == "reinforce":
             return -advantage * logprob, {}
-        log_of_ratio = log_ratio(logprob, old, rows, self.ratio_level)
-        is_of_token = self.ratio_level == "token"
+        log_of_ratio = log_ratio(logprob, old, rows, self.surrogate_level)
+        is_of_token = self.surrogate_level == "token"
         of_token = log_of_ratio.detach() if is_of_token else log_ratio(logprob.detach(), old, rows, "token")
         ratio = log_of_ratio.exp()
         if self.surrogate == "clip":
@@ -358,10 +393,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     "dapo": {"advantage": "group_mean_std", "clip_eps_high": 0.28, "normalise": "token"},
     "gspo": {
         "advantage": "group_mean_std",
-        "ratio_level": "sequence",
+        "surrogate_level": "sequence",
         "clip_eps_low": 3e-4,
         "clip_eps_high": 4e-4,
-        "normalise": "sample",
+        "normalise": "rollout",
     },
     "cispo": {
         "advantage": "group_mean_std",

@@ -17,6 +17,7 @@ from mcore_prefix_tree.objectives.policy import PolicyGradient
 from mcore_prefix_tree.objectives.preference import Preference
 from mcore_prefix_tree.objectives.scalar_head import Critic, RewardModel
 from mcore_prefix_tree.objectives.sft import SupervisedFineTuning
+from mcore_prefix_tree.utils.gone import explain_gone
 
 # Per name: the class, and the fields that differ from the class's defaults.
 OBJECTIVES: dict[str, tuple[type[Objective], Mapping[str, Any]]] = {
@@ -52,10 +53,10 @@ def option_faults(name: str, error: ValidationError, setting: str) -> list[str]:
         if fault["type"] == "unexpected_keyword_argument":
             made: Any = OBJECTIVES[name][0]
             known = ", ".join(field.name for field in fields(made))
-            faults.append(f"{option}: {name} has no such option; it has {known}")
+            faults.append(explain_gone(option) or f"{option}: {name} has no such option; it has {known}")
         elif fault["loc"]:
-            message = fault["msg"]
-            faults.append(f"{option}: {message[0].lower()}{message[1:]} (given {fault['input']!r})")
+            message = f"{option}: {fault['msg'][0].lower()}{fault['msg'][1:]} (given {fault['input']!r})"
+            faults.append(explain_gone(str(fault["input"])) or message)
         else:
             faults.append(f"{setting}: {fault['ctx']['error']}")
     return faults

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +52,12 @@ def rollout_keys(samples: Sequence[Sample]) -> list[Hashable]:
     """Return keys that are equal for the samples of one rollout. A sample that names none is a rollout by itself."""
     keys = (sample.signals.unit("rollout") for sample in samples)
     return [index if key is None else key for index, key in enumerate(keys)]
+
+
+def numbered(keys: Sequence[Hashable]) -> Int64Array:
+    """Return int64 ``[n]``, equal numbers for equal keys, from 0 in the order in which keys first appear."""
+    seen: dict[Hashable, int] = {}
+    return np.array([seen.setdefault(key, len(seen)) for key in keys], dtype=np.int64)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -104,6 +110,19 @@ class ScoredTokens:
         first_run[has_tokens] = run[self.cu_lens[has_tokens]]
         turn: Int64Array = run - first_run[self.sample]
         return turn
+
+    def sequence(self, by: Literal["rollout", "turn"]) -> Int64Array:
+        """Return int64 ``[K]``, the rollout, or the turn, that each token belongs to, numbered over the step.
+
+        A sample that names its ``turn`` is one.
+        """
+        if by == "rollout":
+            return numbered(rollout_keys(self.samples))[self.sample]
+        is_turn = np.array([sample.signals.turn is not None for sample in self.samples], dtype=np.bool_)
+        turn = np.where(is_turn[self.sample], 0, self.turn)
+        is_next = (np.diff(self.sample, prepend=-1) != 0) | (np.diff(turn, prepend=0) != 0)
+        number: Int64Array = np.cumsum(is_next) - 1
+        return number
 
     def column(self, name: str, setting: str) -> npt.NDArray[Any]:
         """Return ``[K]``: a field of ``Signals`` with one number per token, or one for all tokens of the sample.

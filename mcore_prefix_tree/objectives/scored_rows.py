@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -75,8 +75,10 @@ class Rows(LossRows):
         columns: ``[K]`` each, other values that the objective reads per token, by name.
         sample_columns: ``[S]`` each, values that it reads per sample.
         pairs: int64 ``[Q, 2]``, the chosen and the rejected sample of each pair.
-        read_by_pairs: for a loss of pairs, on the host, int64 ``[K]`` each: a scored token's predictor, and the pair
-            that reads it.
+        unit: int64 ``[K]``, unit that the token is read with: its sample, or the one that ``Targets`` names.
+        num_units: number of units.
+        read_by_units: on the host, int64 ``[K]`` each: a scored token's predictor, and the pair or unit that reads it;
+            None if these are the samples.
     """
 
     token: torch.Tensor
@@ -88,11 +90,13 @@ class Rows(LossRows):
     columns: Mapping[str, torch.Tensor]
     sample_columns: Mapping[str, torch.Tensor]
     pairs: torch.Tensor
-    read_by_pairs: tuple[Int64Array, Int64Array] | None = None
+    unit: torch.Tensor
+    num_units: int
+    read_by_units: tuple[Int64Array, Int64Array] | None = None
 
     def scored(self, edges: Edges) -> Edges:
-        """Return the layout's own edges; those that a pair reads are scored together."""
-        return edges if self.read_by_pairs is None else edges.scored_together(*self.read_by_pairs)
+        """Return the layout's own edges; those that a pair or unit reads are scored together."""
+        return edges if self.read_by_units is None else edges.scored_together(*self.read_by_units)
 
     @property
     def num_samples(self) -> int:
@@ -102,11 +106,9 @@ class Rows(LossRows):
         """Add up ``[K]`` to ``[S]``."""
         return values.new_zeros(self.num_samples).index_add(0, self.sample, values)
 
-    def mean_per_sample(self, values: torch.Tensor) -> torch.Tensor:
-        """Average ``[K]`` to ``[S]``, each token weighted by its loss mask; 0 for a sample without scored tokens."""
-        weight = self.weight.to(values.dtype)  # within a sample every normaliser keeps the masks' proportions
-        total = self.sum_per_sample(weight)
-        return self.sum_per_sample(weight * values) / total.masked_fill(total == 0, 1.0)
+    def sum_of_unit(self, values: torch.Tensor) -> torch.Tensor:
+        """Return ``[K]``: the sum over all tokens of each one's unit."""
+        return values.new_zeros(self.num_units).index_add(0, self.unit, values)[self.unit]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -118,6 +120,7 @@ class Targets:
         count: int64 ``[S]``, each sample's part of the divisor.
         columns: ``[K]`` each, by name.
         sample_columns: ``[S]`` each, by name.
+        unit: int64 ``[K]``, equal for tokens whose unit the loss reads, for example a rollout; None if it is a sample.
         pairs: int64 ``[Q, 2]``, indices of samples.
         metrics: metrics known before the step runs, as (sum, weight).
     """
@@ -127,6 +130,7 @@ class Targets:
     count: Int64Array
     columns: Mapping[str, FloatColumn] = field(default_factory=dict)
     sample_columns: Mapping[str, npt.NDArray[np.generic]] = field(default_factory=dict)
+    unit: Int64Array | None = None
     pairs: Int64Array = field(default_factory=lambda: np.empty((0, 2), dtype=np.int64))
     metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
@@ -139,26 +143,33 @@ class Targets:
         """Return the part of one micro-batch: ``layout`` has the step's samples at ``indices``, in this order.
 
         Raises:
-            ValueError: the two sides of a pair are not both in the micro-batch.
+            ValueError: the two sides of a pair, or the samples of a unit, are not all in the micro-batch.
         """
         entries, local, logical = self._logical(layout, indices)
         chosen = np.asarray(indices, dtype=np.int64)
         token = layout.places[logical].astype(np.int64)
         predictor = _predictors(layout)[token].astype(np.int64)
-        pairs = self._local_pairs(chosen)
+        pairs, num_units = self._local_pairs(chosen), len(chosen)
         on_device = partial(upload, device=device)
+        sample = unit = on_device(local)
+        read_by = _pair_of_sample(pairs, len(chosen))[local] if len(pairs) else None
+        if self.unit is not None:
+            found, read_by = np.unique(self._whole(self.unit[entries]), return_inverse=True)
+            unit, num_units = on_device(read_by), len(found)
         return Rows(
             token=on_device(token),
             predictor=on_device(predictor),
-            sample=on_device(local),
+            sample=sample,
             weight=on_device(self.weight[entries]),
             lens=on_device(self.scored.lens[chosen].astype(np.float64)),
             last=on_device(layout.sample_map[layout.cu_sample_lens[1:] - 1].astype(np.int64)),
             columns={name: on_device(values[entries]) for name, values in self.columns.items()},
             sample_columns={name: on_device(values[chosen]) for name, values in self.sample_columns.items()},
             pairs=on_device(pairs),
+            unit=unit,
+            num_units=num_units,
             count=self.count_in(layout, indices),
-            read_by_pairs=(predictor, _pair_of_sample(pairs, len(chosen))[local]) if len(pairs) else None,
+            read_by_units=None if read_by is None else (predictor, read_by),
         )
 
     def count_in(self, layout: FlatLayout, indices: Sequence[int]) -> int:
@@ -195,6 +206,24 @@ class Targets:
                 "step with plan_step(together=...)"
             )
         return here[here[:, 0] >= 0]
+
+    def _whole(self, own: Int64Array) -> Int64Array:
+        """Return ``own``, the unit of each token of a micro-batch; raise ValueError if one lacks some of its tokens."""
+        here = np.bincount(own, minlength=len(self._unit_sizes))
+        is_cut = (here > 0) & (here < self._unit_sizes)
+        if is_cut.any():
+            of_unit = self.scored.sample[self.unit == np.argmax(is_cut)]
+            one, other = (self.scored.samples[index].source for index in of_unit[[0, -1]].tolist())
+            raise ValueError(
+                f"{one} and {other} are of one rollout but not in one micro-batch; plan the step with "
+                "plan_step(together=...)"
+            )
+        return own
+
+    @cached_property
+    def _unit_sizes(self) -> Int64Array:
+        assert self.unit is not None
+        return np.bincount(self.unit)
 
 
 def _predictors(layout: FlatLayout) -> Int64Array:

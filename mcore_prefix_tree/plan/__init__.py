@@ -1,10 +1,10 @@
 """Assignment of a step's samples to micro-batches on ranks."""
 
 from mcore_prefix_tree.plan.balance import least_makespan
-from mcore_prefix_tree.plan.carry import Carrying, TreePart
-from mcore_prefix_tree.plan.cost import CostModel, Measured, read_measured
+from mcore_prefix_tree.plan.carry import Carrying, ForestPlan, TreePart
+from mcore_prefix_tree.plan.cost import CostModel
 from mcore_prefix_tree.plan.flops import Bound, Counts, ExpectedSpeedup, ModelWork, Parts, work_ratios
-from mcore_prefix_tree.plan.forest_plan import BudgetError, ForestPlan, fewest_micro_batches, plan_step
+from mcore_prefix_tree.plan.forest_plan import BudgetError, fewest_micro_batches, plan_step
 from mcore_prefix_tree.plan.model_shape import LatentAttention
 from mcore_prefix_tree.plan.pack import Dealt, deal
 from mcore_prefix_tree.plan.plan_report import (
@@ -28,7 +28,6 @@ __all__ = [
     "ExpectedSpeedup",
     "ForestPlan",
     "LatentAttention",
-    "Measured",
     "MicroBatchReport",
     "ModelWork",
     "Parts",
@@ -40,7 +39,6 @@ __all__ = [
     "fewest_micro_batches",
     "least_makespan",
     "plan_step",
-    "read_measured",
     "report_plan",
     "report_steps",
     "work_ratios",

@@ -8,7 +8,6 @@ Legend: D data-parallel ranks, K micro-batches per rank, L leaves, N nodes of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +15,7 @@ import numpy.typing as npt
 
 from mcore_prefix_tree.plan.cost import CostModel
 from mcore_prefix_tree.plan.cuts import Run, fewest_runs, least_repeating_runs, longest_runs, reach, reach_of_several
-from mcore_prefix_tree.plan.pack import MAX_ATOMS, Atoms, Leaves, SubtreePlacer, deal, place
+from mcore_prefix_tree.plan.pack import Leaves, SubtreePlacer, deal
 from mcore_prefix_tree.trie import Trie, trie_from_order
 
 Int64Array = npt.NDArray[np.int64]
@@ -35,18 +34,20 @@ def refine(
     bins_per_rank: int,
     max_tokens: int,
     enough: int,
+    load: Int64Array | None = None,
 ) -> Int64Array:
     """Return a better assignment, int64 ``[L]``, or the same.
 
     Each move takes one leaf from the slowest rank to a bin of another, the pair that makes the slower of the two
     fastest, until none helps or a rank costs less than ``enough`` units. ``bin_of``, int64 ``[L]``, is the bin of each
-    leaf; rank r has the bins from ``r * bins_per_rank`` on.
+    leaf; rank r has the bins from ``r * bins_per_rank`` on, and ``load``, int64 ``[D]``, already.
     """
     bins = ranks * bins_per_rank
     rank_of = np.arange(bins) // bins_per_rank
     bin_of = bin_of.copy()
     members = [leaves.some(np.flatnonzero(bin_of == one)) for one in range(bins)]
     units = np.bincount(rank_of, weights=[own.units(cost_model) for own in members], minlength=ranks).astype(np.int64)
+    units += 0 if load is None else load
     tokens = np.array([own.room(cost_model) for own in members], dtype=np.int64)
     path_units = cost_model.units_of_path(leaves.length) + cost_model.units_of_scored(leaves.scored)
     path_units += cost_model.units_of_segment
@@ -112,9 +113,57 @@ def balance(
     search.even_ranks()
     search.least_repeating_runs()
     search.whole_trees()
-    search.whole_ranks()
-    search.even_bins()
     return search.best
+
+
+def balance_around(leaves: Leaves, cost_model: CostModel, load: Int64Array, *, max_tokens: int) -> list[RankBins]:
+    """Return the best assignment found of leaves to D ranks that have ``load``, int64 ``[D]`` units, already.
+
+    Each rank has the fewest micro-batches that repeat the least.
+    """
+    ranks, places = len(load), np.arange(len(leaves))
+
+    def cut(chosen: Int64Array) -> RankBins:
+        own = leaves.some(chosen)
+        saved = own.saved_tokens(cost_model)
+        repeats = cost_model.units_of_path(own.context)
+        runs = least_repeating_runs(saved, own.length - saved, max_tokens, repeats=repeats)
+        return [chosen[slice(*run)] for run in runs]
+
+    def slowest(found: list[RankBins]) -> int:
+        costs = [sum(leaves.some(chosen).units(cost_model) for chosen in rank) for rank in found]
+        return int((load + costs).max())
+
+    whole = cut(places)
+    costs = [leaves.some(chosen).units(cost_model) for chosen in whole]
+    dealt = deal(costs, ranks, size=[1] * len(costs), room=len(costs), load=load.tolist()).ranks
+    best = [[whole[at] for at in rank] for rank in dealt]
+    makespan, placer = slowest(best), SubtreePlacer(leaves, cost_model)
+    least = max(int(load.max()), -(-(int(load.sum()) + leaves.units(cost_model)) // ranks))
+    without_limit = int(leaves.length.sum())
+    for slack in _SLACK:
+        limit = least + least * slack // 1000
+        if limit >= makespan:
+            break
+        bin_of = placer.place(
+            ranks=ranks, bins_per_rank=1, max_units=limit, max_tokens=without_limit, by_size=False, load=load
+        )
+        if bin_of is None:
+            continue
+        enough = least + least * _GOOD_ENOUGH // 1000
+        refined = refine(
+            *(leaves, cost_model, bin_of),
+            ranks=ranks,
+            bins_per_rank=1,
+            max_tokens=without_limit,
+            enough=enough,
+            load=load,
+        )
+        for one in (bin_of, refined):
+            found = [cut(chosen) for chosen in _members(one, ranks)]
+            if (cost := slowest(found)) < makespan:
+                best, makespan = found, cost
+    return best
 
 
 @dataclass(eq=False)
@@ -213,47 +262,12 @@ class _Search:
             bins = _members(one, self.dp_size * count)
             self.consider([bins[at : at + count] for at in range(0, len(bins), count)])
 
-    def whole_ranks(self) -> None:
-        """Deal leaves to ranks first, then each rank's own under the budget."""
-        if self.done() or self.dp_size == 1:
-            return
-        for ranks in self.placed(self.dp_size, self.least, self.makespan, self.max_tokens * self.micro_batches):
-            if self.consider_ranks(ranks):
-                return
-
-    def even_bins(self) -> None:
-        """Try D * K bins, not of neighbours only."""
-        if self.done() or self.dp_size == 1 or self.micro_batches == 1:
-            return
-        mean = self.makespan // self.micro_batches
-        # Uneven bins can be dealt to even ranks: a bin may cost a little more than the best rank's average.
-        bins = self.dp_size * self.micro_batches
-        for found in self.placed(bins, self.least // self.micro_batches, mean + mean // 10, self.max_tokens):
-            self.deal(found)
-            return
-
-    def placed(self, bins: int, bound: int, ceiling: int, max_tokens: int) -> Iterator[list[Int64Array]]:
-        """Yield each bin's leaves under the tightest limit that placing succeeds with, then under looser ones."""
-        atoms = Atoms.of_leaves(self.leaves, self.cost_model, bins=bins, target=bound, max_tokens=max_tokens)
-        if len(atoms.runs) > MAX_ATOMS:
-            return
-        atom_of_leaf = np.repeat(np.arange(len(atoms.runs)), [end - start for start, end in atoms.runs])
-        for slack in _SLACK:
-            limit = bound + bound * slack // 1000
-            if limit >= ceiling:
-                return
-            bin_of = place(atoms, self.cost_model, bins=bins, max_units=limit, max_tokens=max_tokens)
-            if bin_of is not None:
-                yield _members(bin_of[atom_of_leaf], bins)
-
-    def consider_ranks(self, ranks: list[Int64Array]) -> bool:
+    def consider_ranks(self, ranks: list[Int64Array]) -> None:
         """Cut each rank's leaves, int64 ``[n]``, into its micro-batches, if they are enough for all of them."""
         cut = [self.cut(chosen) for chosen in ranks]
         within = [rank for rank in cut if rank is not None]
-        if len(within) < len(ranks):
-            return False
-        self.consider(within)
-        return True
+        if len(within) == len(ranks):
+            self.consider(within)
 
     def cut(self, chosen: Int64Array) -> RankBins | None:
         """Cut a rank's leaves, int64 ``[n]``, into its micro-batches; None if they cannot hold them."""

@@ -12,7 +12,7 @@ Legend: T tokens of a tree, in depth-first order; C chunks; X carried tokens.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
@@ -21,7 +21,6 @@ import numpy as np
 from mcore_prefix_tree.plan.cost import CostModel
 from mcore_prefix_tree.plan.cuts import Int64Array, least_repeating_runs
 from mcore_prefix_tree.plan.pack import Leaves
-from mcore_prefix_tree.utils.choices import OverBudget
 
 FORWARD = 1 / 3  # of the cost of a token's forward and backward
 
@@ -66,14 +65,16 @@ class CarriedTree:
     Attributes:
         samples: indices of its samples, in depth-first order.
         chunks: its chunks, in depth-first order.
-        units: cost of its step, in the units of the cost model, passes before included; tokens without one.
-        has_to: whether it cannot be cut between samples, or is not to be.
+        units: cost of its step, in the units of the cost model, passes before included.
+        has_to: whether it cannot be cut between samples: one, or some that stay together, are above the budget.
+        saves: whether it costs less in chunks than cut between samples.
     """
 
     samples: tuple[int, ...]
     chunks: tuple[TreePart, ...]
     units: int
-    has_to: bool = True
+    has_to: bool
+    saves: bool
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -121,6 +122,46 @@ class Carrying:
             held += run.tokens if run.forward_only else -run.carried
             most = max(most, held)
         return most
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ForestPlan:
+    """Samples that each micro-batch of a step holds.
+
+    Attributes:
+        micro_batches: indices of the samples of each micro-batch, by data-parallel rank, then by micro-batch; an empty
+            tuple is a micro-batch of padding. All ranks have the same number.
+        physical_tokens: unique tokens of each micro-batch, before padding; counts an ancestor once per micro-batch that
+            computes it, and 0 for a micro-batch of the first pass over carried tokens.
+        carrying: each rank's parts of trees above the budget; the micro-batch of a part names all samples of its tree.
+            None without any.
+    """
+
+    micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
+    physical_tokens: tuple[tuple[int, ...], ...]
+    carrying: tuple[Carrying, ...] | None = None
+
+    def carrying_of(self, rank: int) -> Carrying | None:
+        return None if self.carrying is None else self.carrying[rank]
+
+    @property
+    def carried_tokens(self) -> int:
+        """Tokens that the first passes of all ranks compute in addition, forward only."""
+        return sum(rank.carried_tokens for rank in self.carrying or ())
+
+    @property
+    def scored_tokens(self) -> int:
+        """Tokens that the scoring passes of all ranks compute in addition, forward only."""
+        return sum(rank.scored_tokens for rank in self.carrying or ())
+
+    @property
+    def num_micro_batches(self) -> int:
+        return len(self.micro_batches[0])
+
+    @property
+    def idle_ranks(self) -> int:
+        """Data-parallel ranks without any sample."""
+        return sum(not any(rank) for rank in self.micro_batches)
 
 
 def cut_tree(
@@ -249,106 +290,67 @@ def scored_places(rows: Sequence[Sequence[CarriedMicroBatch]], multiple: int, *,
     return tuple(places[::-1] if trains else places)
 
 
-def carry_tree(
-    samples: tuple[int, ...],
-    shared: Int64Array,
-    lengths: Int64Array,
-    max_tokens: int,
-    cost_model: CostModel | None,
-    *,
-    full: bool = False,
-    scores_first: bool = False,
-) -> CarriedTree:
-    """Return a tree's chunks and cost; ``shared`` and ``lengths``, int64 ``[S]``, are of its samples in order.
-
-    With ``scores_first`` all chunks run forward once more.
-    """
-    position = np.concatenate(
-        [np.arange(start, end) for start, end in zip(shared.tolist(), lengths.tolist(), strict=True)]
-    )
-    state_tokens = 0 if cost_model is None else cost_model.state_tokens
-    chunks = cut_tree(position, max_tokens, state_tokens=state_tokens, full=full)
+def _carry_tree(
+    leaves: Leaves, max_tokens: int, cost_model: CostModel, *, full: bool, scores_first: bool
+) -> tuple[tuple[TreePart, ...], int]:
+    """Return a tree's chunks and cost; ``leaves`` are its samples in order. For the rest see :func:`carried_trees`."""
+    ranges = zip(leaves.context.tolist(), leaves.length.tolist(), strict=True)
+    position = np.concatenate([np.arange(start, end) for start, end in ranges])
+    chunks = cut_tree(position, max_tokens, state_tokens=cost_model.state_tokens, full=full)
     # Carried tokens of a chunk are the last ones on the path to its end.
     ends = np.array([position[chunk.end] if chunk.carried else 0 for chunk in chunks], dtype=np.int64)
     carried = np.array([chunk.carried for chunk in chunks], dtype=np.int64)
-    first = units_of_path(ends, cost_model) - units_of_path(ends - carried, cost_model)
-    fresh = units_of_path(lengths, cost_model) - units_of_path(shared, cost_model)
-    units = (1 + FORWARD * scores_first) * fresh.sum() + FORWARD * first.sum()
-    if cost_model is not None:
-        runs = len(list(with_first_pass(chunks, max_tokens))) + scores_first * len(chunks)
-        units += runs * cost_model.units_of_micro_batch
-    return CarriedTree(samples=samples, chunks=chunks, units=int(units))
+    first = cost_model.units_of_path(ends) - cost_model.units_of_path(ends - carried)
+    units = (1 + FORWARD * scores_first) * _unique_units(leaves, cost_model) + FORWARD * first.sum()
+    runs = len(list(with_first_pass(chunks, max_tokens))) + scores_first * len(chunks)
+    return chunks, int(units + runs * cost_model.units_of_micro_batch)
 
 
-def repeat_units(
-    shared: Int64Array,
-    lengths: Int64Array,
-    max_tokens: int,
-    cost_model: CostModel | None,
-    together: Sequence[Hashable] | None = None,
-) -> int | None:
-    """Return the cost of a tree cut between samples, each side with its ancestors; None if a sample is too long.
-
-    Samples that stay ``together`` may cost more, and must not be too long together.
-    """
-    members: dict[Hashable, list[int]] = {}
-    for place, key in enumerate(together or ()):
-        members.setdefault(("free", place) if key is None else ("kept", key), []).append(place)
-    leaves = Leaves.every_sample(shared, lengths)
-    most = max((leaves.some(np.array(places)).tokens for places in members.values()), default=int(lengths.max()))
-    if most > max_tokens:
-        return None
-    context, saved = units_of_path(shared, cost_model), leaves.saved_tokens(cost_model)
-    runs = least_repeating_runs(saved, lengths - saved, max_tokens)
-    again = sum(int(context[start]) for start, _ in runs)
-    overhead = 0 if cost_model is None else len(runs) * cost_model.units_of_micro_batch
-    return int((units_of_path(lengths, cost_model) - context).sum()) + again + overhead
+def _unique_units(leaves: Leaves, cost_model: CostModel) -> int:
+    """Return the cost of the unique tokens of samples."""
+    path = cost_model.units_of_path(leaves.length) - cost_model.units_of_path(leaves.context)
+    return int((path + cost_model.units_of_scored(leaves.scored)).sum())
 
 
-def units_of_path(lengths: Int64Array, cost_model: CostModel | None) -> Int64Array:
-    """Return the cost of paths, int64 ``[n]``: their tokens without a cost model."""
-    return lengths if cost_model is None else cost_model.units_of_path(lengths)
+def _repeat_units(leaves: Leaves, max_tokens: int, cost_model: CostModel) -> int:
+    """Return the cost of a tree cut between samples, each side with its ancestors."""
+    saved, repeats = leaves.saved_tokens(cost_model), cost_model.units_of_path(leaves.context)
+    runs = least_repeating_runs(saved, leaves.length - saved, max_tokens)
+    again = sum(int(repeats[start]) for start, _ in runs) + len(runs) * cost_model.units_of_micro_batch
+    return _unique_units(leaves, cost_model) + again
 
 
 def carried_trees(
     order: Int64Array,
-    shared: Int64Array,
-    lengths: Int64Array,
+    leaves: Leaves,
     max_tokens: int,
-    dp_size: int,
-    cost_model: CostModel | None,
-    over_budget: OverBudget,
+    cost_model: CostModel,
     *,
     together: Sequence[Hashable] | None = None,
     scores_first: bool = False,
     full: bool = False,
 ) -> list[CarriedTree]:
-    """Return the trees that are cut into chunks; arrays are int64 ``[S]``, of samples in depth-first order.
+    """Return the trees above the budget in chunks; ``leaves`` are all samples, whose indices are ``order``, ``[S]``.
 
-    With ``auto`` these are the trees with a sample above the budget, and those that cost less in chunks without being
-    more than a rank's share of the step: samples can be on all ranks, chunks of a tree on one. Trees with samples that
-    stay ``together``, a key of each sample in that order, count as one.
+    Trees with samples that stay ``together``, a key of each sample in that order, count as one. With ``scores_first``
+    all chunks run forward once more.
     """
-    share = int((units_of_path(lengths, cost_model) - units_of_path(shared, cost_model)).sum()) / dp_size
     trees = []
-    for own in _whole_trees(np.flatnonzero(shared == 0), together, len(order)):
-        if Leaves.every_sample(shared[own], lengths[own]).room(cost_model) <= max_tokens:
+    for own in _whole_trees(np.flatnonzero(leaves.context == 0), together, len(order)):
+        some = leaves.some(own)
+        if some.room(cost_model) <= max_tokens:
             continue
-        tree = carry_tree(
-            tuple(order[own].tolist()),
-            shared[own],
-            lengths[own],
-            max_tokens,
-            cost_model,
-            full=full,
-            scores_first=scores_first,
+        kept: dict[Hashable, list[int]] = {}
+        for place, at in enumerate(own.tolist() if together is not None else ()):
+            if together is not None and together[at] is not None:
+                kept.setdefault(together[at], []).append(place)
+        rooms = [some.some(np.array(places)).room(cost_model) for places in kept.values()]
+        has_to = max([int(some.length.max()), *rooms]) > max_tokens
+        chunks, units = _carry_tree(some, max_tokens, cost_model, full=full, scores_first=scores_first)
+        saves = has_to or units < _repeat_units(some, max_tokens, cost_model)
+        trees.append(
+            CarriedTree(samples=tuple(order[own].tolist()), chunks=chunks, units=units, has_to=has_to, saves=saves)
         )
-        keys = None if together is None else [together[place] for place in own.tolist()]
-        repeated = repeat_units(shared[own], lengths[own], max_tokens, cost_model, keys)
-        if over_budget == "carry" or repeated is None:
-            trees.append(tree)
-        elif tree.units < repeated and (dp_size == 1 or tree.units <= share):
-            trees.append(replace(tree, has_to=False))
     return trees
 
 

@@ -8,61 +8,16 @@ segments, since they compute one level after another.
 
 from __future__ import annotations
 
-import json
 import math
-import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
-from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from mcore_prefix_tree.plan.flops import Counts, ModelWork
 from mcore_prefix_tree.plan.model_shape import CHUNK
-from mcore_prefix_tree.utils.inputs import read_text
 
 UNITS_PER_TOKEN = 1024
-
-
-class Measured(NamedTuple):
-    """One timed forward and backward, with padding among ``tokens``; ``scored`` is 0 if the head computes all.
-
-    ``segments`` and ``levels`` are 0 if no layer is recurrent.
-    """
-
-    tokens: float
-    pairs: float
-    seconds: float
-    scored: float = 0.0
-    segments: float = 0.0
-    levels: float = 0.0
-
-
-def read_measured(path: str) -> list[Measured]:
-    """Return the measurements in a file of ``mcore-prefix-tree calibrate``; raise ValueError for another file."""
-    try:
-        found = json.loads(read_text(path))["measured"]
-    except (ValueError, LookupError, TypeError, RecursionError):
-        found = None
-    if not found or not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
-        raise ValueError(
-            f"{path}: holds no measurements; make it with mcore-prefix-tree calibrate RECIPE --output FILE"
-        )
-    return [
-        Measured(*(_amount(one, name, f"{path}: measured[{at}].{name}") for name in Measured._fields))
-        for at, one in enumerate(found)
-    ]
-
-
-def _amount(one: Mapping[str, Any], name: str, where: str) -> float:
-    may_be_zero = name in Measured._field_defaults
-    value = one.get(name, 0 if may_be_zero else None)
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not (0 < value <= sys.float_info.max or (may_be_zero and value == 0)):
-        raise ValueError(f"{where} is {value!r:.40}; it must be a number {'of at least' if may_be_zero else 'above'} 0")
-    return float(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +25,7 @@ class CostModel:
     """Cost of a micro-batch: the sum of each cost times its number, and ``micro_batch``.
 
     Attributes:
-        token: cost of one physical token; FLOPs from :meth:`from_work`, seconds once calibrated.
+        token: cost of one physical token; FLOPs from :meth:`from_work`.
         pair: cost of one visible (query, key) pair, in the same unit.
         scored: cost of scoring a unique token, in addition to ``token``, in the same unit; 0 if the head computes all
             tokens.
@@ -107,42 +62,6 @@ class CostModel:
         each = (Counts(1, 0, 0, 0, 0, topk), Counts(0, 1, 1, 0), Counts(0, 0, 0, 1), Counts(0, 0, 0, 0, CHUNK // 2))
         token, pair, scored, segment = (work.of(counts).whole.total for counts in each)
         return cls(token=token, pair=pair, scored=scored, segment=segment, state_tokens=work.state_tokens)
-
-    def calibrated(self, measured: Sequence[Measured]) -> CostModel:
-        """Return this model in seconds, as measured; raise ValueError without measurements, or if one is not positive.
-
-        Measurements of as many different shapes as there are costs (three, one more if the head computes only scored
-        tokens, and two more with recurrent layers) give all of them: the non-negative ones with the smallest squared
-        *relative* error, so that small micro-batches count as much as large ones. From fewer, or from shapes that are
-        multiples of each other, the costs keep their proportions and are scaled to the measured total. All have six
-        digits: the last digits of a fit differ between machines, and ranks on unlike machines have to make the same
-        plan.
-        """
-        if not measured or any(not (m.tokens > 0 and m.pairs > 0 and m.seconds > 0) for m in measured):
-            raise ValueError("calibration needs measurements with positive tokens, pairs and seconds")
-        seconds = np.array([one.seconds for one in measured])
-        amounts = {
-            "token": np.array([one.tokens for one in measured]),
-            "pair": np.array([one.pairs for one in measured]),
-            "scored": np.array([one.scored for one in measured]),
-            "segment": np.array([one.segments for one in measured]),
-            "level": np.array([one.levels for one in measured]),
-            "micro_batch": np.ones(len(measured)),
-        }
-        amounts = {name: amount for name, amount in amounts.items() if amount.any()}
-        design = np.column_stack(list(amounts.values()))
-        scaled = design / seconds[:, None]
-        norms = np.linalg.norm(scaled, axis=0)
-        if np.linalg.matrix_rank(scaled / norms, tol=1e-6) < len(amounts):
-            predicted = design @ np.array([getattr(self, name) for name in amounts])
-            factor = float(seconds.sum() / predicted.sum())
-            return self._rounded({name: cost * factor for name, cost in vars(self).items()})
-        costs = _least_relative_error(scaled, norms)
-        return self._rounded(dict(zip(amounts, costs.tolist(), strict=True)))
-
-    def _rounded(self, costs: Mapping[str, float]) -> CostModel:
-        rounded: dict[str, Any] = {name: float(f"{cost:.6g}") for name, cost in costs.items()}
-        return CostModel(**rounded | {"state_tokens": self.state_tokens})
 
     def of_path(self, length: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """``[...]``: cost of the first ``length`` tokens of a path, for every entry."""
@@ -190,28 +109,9 @@ class CostModel:
         of_tokens = self.token * tokens + self.pair * pairs + self.scored * scored
         return of_tokens + self.segment * segments + self.level * levels + self.micro_batch
 
-    def of_measured(self, one: Measured) -> float:
-        """Cost of a micro-batch that was timed."""
-        return self.of_micro_batch(one.tokens, one.pairs, one.scored, one.segments, one.levels)
-
 
 def words_of_states(cost_model: CostModel | None) -> str:
     """Return what a message about a budget says of states: nothing without any."""
     if cost_model is None or not cost_model.state_tokens:
         return ""
     return f" (states of recurrent layers count as {cost_model.state_tokens} tokens for each path that joins a tree)"
-
-
-def _least_relative_error(scaled: npt.NDArray[np.float64], norms: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return the costs >= 0, the first > 0, with the least squared relative error, from ``[measurements, costs]``."""
-    # So few unknowns have few faces: the constrained optimum is the best feasible optimum of one of them.
-    best, best_error = np.zeros(len(norms)), math.inf
-    columns = range(len(norms))
-    for kept in [face for size in columns for face in combinations(columns, size + 1) if 0 in face]:
-        found = np.linalg.lstsq(scaled[:, kept] / norms[list(kept)], np.ones(len(scaled)), rcond=None)[0]
-        costs = np.zeros(len(norms))
-        costs[list(kept)] = found / norms[list(kept)]
-        error = float(np.square(scaled @ costs - 1).sum())
-        if costs.min() >= 0 and costs[0] > 0 and error < best_error:
-            best, best_error = costs, error
-    return best

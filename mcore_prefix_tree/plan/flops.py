@@ -274,7 +274,7 @@ class ModelWork:
         weights = sum(attends + chooses) * attention + dense * matrices * hidden_size * ffn_hidden_size
         depths = trained_depths(settings)
         weights += depths * 2 * hidden_size**2  # a projection of two rows
-        # Entries that a token leaves for the backward pass; see ``mcore/megatron_lm/activation_memory.py``.
+        # Entries that a token leaves for the backward pass (https://arxiv.org/abs/2205.05198, section 4.1).
         kept = sum(attends + chooses) * attention_kept + dense * matrices * ffn_hidden_size
         kept += 2 * hidden_size * len(mixers) * (2 if pattern is None else 1)
         places = states_size = 0

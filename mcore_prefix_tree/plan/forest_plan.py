@@ -12,19 +12,20 @@ Legend: S samples, D data-parallel ranks, K micro-batches per rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from mcore_prefix_tree.plan.balance import balance
+from mcore_prefix_tree.plan.balance import balance, balance_around
 from mcore_prefix_tree.plan.carry import (
     WHOLE,
     CarriedMicroBatch,
     CarriedTree,
     Carrying,
+    ForestPlan,
     carried_trees,
     in_step,
     scored_places,
@@ -33,12 +34,14 @@ from mcore_prefix_tree.plan.carry import (
 from mcore_prefix_tree.plan.cost import CostModel, words_of_states
 from mcore_prefix_tree.plan.cuts import Run, fewest_runs, least_repeating_runs, smallest_budget
 from mcore_prefix_tree.plan.pack import Leaves, deal, first_scored
+from mcore_prefix_tree.plan.plan_report import count_plan, rank_cost
 from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.trie import SHARE_ALL, Sharing, sort_samples
 from mcore_prefix_tree.utils.choices import OverBudget
 
 Int64Array = npt.NDArray[np.int64]
 T = TypeVar("T")
+MicroBatch: TypeAlias = "tuple[tuple[int, ...], int]"  # indices of its samples, and its tokens
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -82,47 +85,13 @@ class Clusters:
 
 
 class BudgetError(SampleError):
-    """A sample, or a set of samples that stay together, is longer than a micro-batch may be."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ForestPlan:
-    """Samples that each micro-batch of a step holds.
+    """A sample, or a set of samples that stay together, is longer than a micro-batch may be.
 
     Attributes:
-        micro_batches: indices of the samples of each micro-batch, by data-parallel rank, then by micro-batch; an empty
-            tuple is a micro-batch of padding. All ranks have the same number.
-        physical_tokens: unique tokens of each micro-batch, before padding; counts an ancestor once per micro-batch that
-            computes it, and 0 for a micro-batch of the first pass over carried tokens.
-        carrying: each rank's parts of trees above the budget; the micro-batch of a part names all samples of its tree.
-            None without any.
+        fewest: number of micro-batches per rank that can hold the samples, where fewer are asked for.
     """
 
-    micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
-    physical_tokens: tuple[tuple[int, ...], ...]
-    carrying: tuple[Carrying, ...] | None = None
-
-    def carrying_of(self, rank: int) -> Carrying | None:
-        return None if self.carrying is None else self.carrying[rank]
-
-    @property
-    def carried_tokens(self) -> int:
-        """Tokens that the first passes of all ranks compute in addition, forward only."""
-        return sum(rank.carried_tokens for rank in self.carrying or ())
-
-    @property
-    def scored_tokens(self) -> int:
-        """Tokens that the scoring passes of all ranks compute in addition, forward only."""
-        return sum(rank.scored_tokens for rank in self.carrying or ())
-
-    @property
-    def num_micro_batches(self) -> int:
-        return len(self.micro_batches[0])
-
-    @property
-    def idle_ranks(self) -> int:
-        """Data-parallel ranks without any sample."""
-        return sum(not any(rank) for rank in self.micro_batches)
+    fewest = 0
 
 
 def plan_step(
@@ -160,8 +129,8 @@ def plan_step(
         together: key of each sample; samples with the same key share a micro-batch, or are in trees that are carried
             together; None leaves a sample free. The micro-batches are then runs of neighbours as even in tokens as can
             be found, and a cost model only decides their distribution over the ranks.
-        over_budget: way to cut a tree above ``max_tokens``. With ``auto`` a tree is not carried where only that keeps
-            to ``micro_batches``.
+        over_budget: way to cut a tree above ``max_tokens``. ``auto`` takes the cheapest plan that keeps to
+            ``micro_batches``; it never costs more than those of ``repeat`` and ``carry``.
         scores_first: whether the loss of a carried tree needs the scores of all its tokens before the step.
         trains: whether the step runs backward: see :class:`~mcore_prefix_tree.plan.carry.Carrying`.
 
@@ -174,16 +143,20 @@ def plan_step(
         raise ValueError(
             f"micro_batches={micro_batches} must be a positive multiple of micro_batch_multiple={micro_batch_multiple}"
         )
-    step = _Step(samples, max_tokens, dp_size, micro_batch_multiple, cost_model, sharing, together)
-    for full in (False, True) if over_budget != "repeat" else ():  # full chunks are fewer, and carry more
-        trees = step.cut_trees(over_budget, full=full, scores_first=scores_first)
-        try:
-            if trees:
-                return step.plan_carrying(trees, micro_batches, scores_first=scores_first, trains=trains)
-        except BudgetError:
-            if full and any(tree.has_to for tree in trees):
-                raise
-    return step.plan_repeating(micro_batches, bubble)
+    step = _Step.of(samples, max_tokens, dp_size, micro_batch_multiple, cost_model, sharing, together)
+    found: list[ForestPlan | BudgetError] = []
+    for full in (False, True):  # full chunks are fewer, and carry more
+        found += [
+            step.plan(trees, micro_batches, bubble, scores_first=scores_first, trains=trains)
+            for trees in step.choices(over_budget, full=full, scores_first=scores_first)
+            if trees or not full
+        ]
+        if all(isinstance(one, ForestPlan) for one in found):
+            break
+    plans = [one for one in found if isinstance(one, ForestPlan)]
+    if not plans:
+        raise min((one for one in found if isinstance(one, BudgetError)), key=lambda error: error.fewest)
+    return plans[0] if len(plans) == 1 else min(plans, key=lambda plan: step.cost_of(plan, bubble))
 
 
 def fewest_micro_batches(
@@ -199,23 +172,21 @@ def fewest_micro_batches(
     scores_first: bool = False,
 ) -> int:
     """Return the least K that :func:`plan_step` can keep to in training; arguments and errors as there."""
-    step = _Step(samples, max_tokens, dp_size, micro_batch_multiple, cost_model, sharing, together)
-    if over_budget == "repeat":
-        return step.count_repeating()
-    trees = step.cut_trees(over_budget, full=True, scores_first=scores_first)
-    if not trees:
-        return step.count_repeating()
-    carrying = step.round_up(len(step.deal_trees(trees)[0]))
-    return carrying if any(tree.has_to for tree in trees) else min(carrying, step.count_repeating())
+    step = _Step.of(samples, max_tokens, dp_size, micro_batch_multiple, cost_model, sharing, together)
+    return min(
+        step.round_up(len(step.deal_trees(trees)[0])) if trees else step.count_repeating()
+        for trees in step.choices(over_budget, full=True, scores_first=scores_first)
+    )
 
 
-@dataclass(eq=False)
+@dataclass(kw_only=True, eq=False)
 class _Step:
-    """Samples of a step, and the budget of its micro-batches; for the fields see :func:`plan_step`.
+    """Samples of a step, or some of their trees, and the budget of micro-batches; for others see :func:`plan_step`.
 
     Attributes:
         order: int64 ``[S]``, indices of the samples in depth-first order.
         shared, lengths: int64 ``[S]``, tokens that each in that order shares with the one before, and its length.
+        keys: ``together`` in that order.
     """
 
     samples: Sequence[Sample]
@@ -223,18 +194,47 @@ class _Step:
     dp_size: int
     multiple: int
     cost_model: CostModel | None
-    sharing: Sharing
-    together: Sequence[Hashable] | None
+    order: Int64Array
+    shared: Int64Array
+    lengths: Int64Array
+    keys: list[Hashable] | None
 
-    def __post_init__(self) -> None:
-        self.order, self.shared = sort_samples(self.samples, self.sharing)
-        lengths = np.fromiter(map(len, self.samples), dtype=np.int64, count=len(self.samples))
-        self.lengths: Int64Array = lengths[self.order]
+    @classmethod
+    def of(
+        cls,
+        samples: Sequence[Sample],
+        max_tokens: int,
+        dp_size: int,
+        multiple: int,
+        cost_model: CostModel | None,
+        sharing: Sharing,
+        together: Sequence[Hashable] | None,
+    ) -> _Step:
+        """Return a step of all samples."""
+        order, shared = sort_samples(samples, sharing)
+        return cls(
+            samples=samples,
+            max_tokens=max_tokens,
+            dp_size=dp_size,
+            multiple=multiple,
+            cost_model=cost_model,
+            order=order,
+            shared=shared,
+            lengths=np.fromiter(map(len, samples), dtype=np.int64, count=len(samples))[order],
+            keys=None if together is None else [together[index] for index in order.tolist()],
+        )
 
-    @cached_property
-    def keys(self) -> list[Hashable] | None:
-        """``together`` in depth-first order."""
-        return None if self.together is None else [self.together[index] for index in self.order.tolist()]
+    def without(self, trees: Sequence[CarriedTree]) -> _Step:
+        """Return the step without some of its trees."""
+        is_left = ~np.isin(self.order, [index for tree in trees for index in tree.samples])
+        left = np.flatnonzero(is_left)
+        keys = self.keys and [self.keys[place] for place in left.tolist()]
+        return replace(self, order=self.order[left], shared=self.shared[left], lengths=self.lengths[left], keys=keys)
+
+    @property
+    def costs(self) -> CostModel:
+        """The cost model that compares ways to cut trees; tokens without one."""
+        return self.cost_model or CostModel()
 
     @cached_property
     def scored(self) -> Int64Array | None:
@@ -253,46 +253,79 @@ class _Step:
     def choose_count(self, asked: int | None, fewest: int) -> int:
         """Return K; raise BudgetError if fewer than possible are asked for."""
         if asked is not None and asked < fewest:
-            raise BudgetError(
+            error = BudgetError(
                 f"{asked} micro-batches on each of {self.dp_size} ranks cannot hold these samples with "
                 f"batch.max_tokens={self.max_tokens}{words_of_states(self.cost_model)}; {fewest} can"
             )
+            error.fewest = fewest
+            raise error
         return fewest if asked is None else asked
 
-    def cut_trees(self, over_budget: OverBudget, *, full: bool, scores_first: bool) -> list[CarriedTree]:
-        """Return the trees that are carried."""
-        return carried_trees(
-            *(self.order, self.shared, self.lengths, self.max_tokens, self.dp_size, self.cost_model, over_budget),
+    def choices(self, over_budget: OverBudget, *, full: bool, scores_first: bool) -> list[list[CarriedTree]]:
+        """Return the sets of trees that may be carried; with ``auto`` the first one has no tree that can be cut."""
+        if over_budget == "repeat":
+            return [[]]
+        trees = carried_trees(
+            *(self.order, self.leaves, self.max_tokens, self.costs),
             together=self.keys,
             scores_first=scores_first,
             full=full,
         )
+        if over_budget == "carry":
+            return [trees]
+        # Samples can be on all ranks, chunks of a tree on one.
+        share = int((self.costs.units_of_path(self.lengths) - self.costs.units_of_path(self.shared)).sum())
+        sets = [
+            [tree for tree in trees if tree.has_to],
+            [tree for tree in trees if tree.has_to or (tree.saves and tree.units * self.dp_size <= share)],
+            [tree for tree in trees if tree.saves],
+            trees,
+        ]
+        return [own for at, own in enumerate(sets) if own not in sets[:at]]
+
+    def cost_of(self, plan: ForestPlan, bubble: float) -> float:
+        """Return the cost of a plan's slowest rank."""
+        ranks = count_plan(self.leaves, self.order, plan, self.costs)
+        return max(rank_cost(rank, bubble) for rank in ranks)
 
     def deal_trees(self, trees: Sequence[CarriedTree], *, trains: bool = True) -> list[list[CarriedMicroBatch]]:
-        """Deal trees in chunks to the ranks by their cost; the other samples as without them."""
-        rest = sorted(set(range(len(self.samples))).difference(*(tree.samples for tree in trees)))
-        others = plan_step(
-            [self.samples[index] for index in rest],
-            max_tokens=self.max_tokens,
-            dp_size=self.dp_size,
-            cost_model=self.cost_model,
-            sharing=self.sharing,
-            together=[self.together[index] for index in rest] if self.together is not None and rest else None,
-        )
-        dealt = deal([tree.units for tree in trees], self.dp_size, size=[1] * len(trees), room=len(trees)).ranks
-        # The most other tokens to the rank with the fewest chunks.
-        dealt.sort(key=lambda own: -sum(len(trees[number].chunks) for number in own))
-        by_tokens = sorted(range(self.dp_size), key=lambda rank: sum(others.physical_tokens[rank]))
+        """Deal trees in chunks to the ranks by their cost, and the other samples around them."""
+        units = [tree.units for tree in trees]
+        dealt = deal(units, self.dp_size, size=[1] * len(trees), room=len(trees)).ranks
+        load = np.array([sum(units[number] for number in own) for own in dealt])
         rows: list[list[CarriedMicroBatch]] = []
-        for own, other in zip(dealt, by_tokens, strict=True):
+        for own, others in zip(dealt, self.without(trees).plan_around(load), strict=True):
             row: list[CarriedMicroBatch] = []
             for tree in (trees[number] for number in own):
                 parts = with_first_pass(tree.chunks, self.max_tokens) if trains else tree.chunks
                 row += [(tree.samples, part.tokens * part.is_chunk, part) for part in parts]
-            whole = zip(others.micro_batches[other], others.physical_tokens[other], strict=True)
-            row += [(tuple(rest[index] for index in cut), tokens, WHOLE) for cut, tokens in whole if cut]
-            rows.append(row)
+            rows.append(row + [(*one, WHOLE) for one in others])
         return in_step(rows)
+
+    def plan_around(self, load: Int64Array) -> list[list[MicroBatch]]:
+        """Plan each rank's micro-batches of whole samples; ranks have ``load``, int64 ``[D]`` units, already."""
+        if self.clusters is not None:
+            return self._deal_clusters(self.clusters, self.count_repeating(), load)
+        leaves = Leaves.of_samples(self.shared, self.lengths, self.scored)
+        ranks = balance_around(leaves, self.costs, load, max_tokens=self.max_tokens)
+        return self._list_samples(leaves, ranks)
+
+    def plan(
+        self,
+        trees: Sequence[CarriedTree],
+        micro_batches: int | None,
+        bubble: float,
+        *,
+        scores_first: bool,
+        trains: bool,
+    ) -> ForestPlan | BudgetError:
+        """Return a plan that carries some trees, or the error that none keeps to the budget."""
+        try:
+            if not trees:
+                return self.plan_repeating(micro_batches, bubble)
+            return self.plan_carrying(trees, micro_batches, scores_first=scores_first, trains=trains)
+        except BudgetError as error:
+            return error
 
     def plan_carrying(
         self, trees: Sequence[CarriedTree], micro_batches: int | None, *, scores_first: bool, trains: bool
@@ -325,12 +358,12 @@ class _Step:
 
     def count_repeating(self) -> int:
         """Return the least K if ancestors are repeated; raises BudgetError for a sample above the budget."""
-        for sample in self.samples:
-            if len(sample) > self.max_tokens:
-                raise BudgetError(
-                    f"{sample.source}: {len(sample)} tokens do not fit a micro-batch of "
-                    f"batch.max_tokens={self.max_tokens}; raise batch.max_tokens or shorten the sample"
-                )
+        if (too_long := self.order[self.lengths > self.max_tokens]).size:
+            sample = self.samples[too_long.min()]
+            raise BudgetError(
+                f"{sample.source}: {len(sample)} tokens do not fit a micro-batch of "
+                f"batch.max_tokens={self.max_tokens}; raise batch.max_tokens or shorten the sample"
+            )
         if self.clusters is not None:
             saved, fresh = self.clusters.context, self.clusters.fresh
         else:
@@ -342,23 +375,22 @@ class _Step:
         """Plan a step whose micro-batches hold whole samples and repeat ancestors; errors as :func:`plan_step`."""
         per_rank = self.choose_count(micro_batches, self.count_repeating())
         if self.clusters is not None:
-            return self._plan_clusters(self.clusters, per_rank)
+            return _make_plan(self._deal_clusters(self.clusters, per_rank))
         if self.cost_model is None:
             return self._plan_evenly(per_rank)
         leaves, cost_model = Leaves.of_samples(self.shared, self.lengths, self.scored), self.cost_model
         limits = {"dp_size": self.dp_size, "micro_batches": per_rank, "max_tokens": self.max_tokens}
         ranks = balance(leaves, cost_model, **limits, bubble=bubble)
         ranks = [_for_pipeline(rank, lambda chosen: leaves.some(chosen).units(cost_model)) for rank in ranks]
+        return _make_plan(self._list_samples(leaves, ranks))
+
+    def _list_samples(self, leaves: Leaves, ranks: Sequence[Sequence[Int64Array]]) -> list[list[MicroBatch]]:
+        """Return the samples and tokens of micro-batches of leaves, int64 ``[n]`` each."""
         order = [self.order[start:end].tolist() for start, end in zip(leaves.start, leaves.end, strict=True)]
-        return _make_plan(
-            [
-                [
-                    (tuple(index for leaf in chosen for index in order[leaf]), leaves.some(chosen).tokens)
-                    for chosen in rank
-                ]
-                for rank in ranks
-            ]
-        )
+        return [
+            [(tuple(index for leaf in chosen for index in order[leaf]), leaves.some(chosen).tokens) for chosen in rank]
+            for rank in ranks
+        ]
 
     def _plan_evenly(self, per_rank: int) -> ForestPlan:
         """Plan micro-batches as even in tokens as possible."""
@@ -377,23 +409,28 @@ class _Step:
         turns[1::2] = [turn[::-1] for turn in turns[1::2]]
         return _make_plan(list(zip(*turns, strict=True)))
 
-    def _plan_clusters(self, clusters: Clusters, per_rank: int) -> ForestPlan:
-        """Plan micro-batches that keep clusters together."""
+    def _deal_clusters(
+        self, clusters: Clusters, per_rank: int, load: Int64Array | None = None
+    ) -> list[list[MicroBatch]]:
+        """Return micro-batches that keep clusters together, ``per_rank`` each; as many as it takes around a load."""
         count = self.dp_size * per_rank
         budget = smallest_budget(clusters.context, clusters.fresh, count, self.max_tokens)
         bins = [clusters.places(run) for run in fewest_runs(clusters.context, clusters.fresh, budget)]
-        bins += [np.empty(0, dtype=np.int64)] * (count - len(bins))
+        if load is None:
+            bins += [np.empty(0, dtype=np.int64)] * (count - len(bins))
         own = [self.leaves.some(places) for places in bins]
-        cost = [leaves.tokens if self.cost_model is None else leaves.units(self.cost_model) for leaves in own]
-        ranks = deal(cost, self.dp_size, size=[1] * count, room=per_rank).ranks
+        cost = [
+            leaves.tokens if self.cost_model is None and load is None else leaves.units(self.costs) for leaves in own
+        ]
+        room = per_rank if load is None else len(bins)
+        loads = None if load is None else load.tolist()
+        ranks = deal(cost, self.dp_size, size=[1] * len(bins), room=room, load=loads).ranks
         if self.cost_model is not None:
             ranks = [_for_pipeline(rank, cost.__getitem__) for rank in ranks]
-        return _make_plan([[(tuple(self.order[bins[at]].tolist()), own[at].tokens) for at in rank] for rank in ranks])
+        return [[(tuple(self.order[bins[at]].tolist()), own[at].tokens) for at in rank] for rank in ranks]
 
 
-def _make_plan(
-    ranks: Sequence[Sequence[tuple[tuple[int, ...], int]]], carrying: tuple[Carrying, ...] | None = None
-) -> ForestPlan:
+def _make_plan(ranks: Sequence[Sequence[MicroBatch]], carrying: tuple[Carrying, ...] | None = None) -> ForestPlan:
     """Return the plan of each rank's micro-batches, their samples and tokens."""
     return ForestPlan(
         micro_batches=tuple(tuple(own for own, _ in rank) for rank in ranks),

@@ -1,11 +1,10 @@
 """Placement of a forest's leaves in bins, whose common paths count once; and of bins on ranks.
 
 A sample that another one continues costs nothing in the same micro-batch: only leaves, the samples that none continues,
-have to be placed, and the others follow. :func:`place` starts from single leaves and lets them find each other;
-:class:`SubtreePlacer` starts from complete trees and cuts one only if no bin can hold it: best fit for items that may
-be broken, at the price of a path that both parts compute.
+have to be placed, and the others follow. :class:`SubtreePlacer` starts from complete trees and cuts one only if no bin
+can hold it: best fit for items that may be broken, at the price of a path that both parts compute.
 
-Legend: L leaves, A atoms, B bins, S samples.
+Legend: L leaves, B bins, S samples.
 """
 
 from __future__ import annotations
@@ -20,15 +19,12 @@ import numpy.typing as npt
 
 from mcore_prefix_tree.layout.stats import branching
 from mcore_prefix_tree.plan.cost import UNITS_PER_TOKEN, CostModel
-from mcore_prefix_tree.plan.cuts import Run, least_repeating_runs
+from mcore_prefix_tree.plan.cuts import Run
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.trie import trie_from_order
 
 Int64Array = npt.NDArray[np.int64]
 
-# Placing is quadratic in the atoms: beyond so many, runs of the order have to do.
-MAX_ATOMS = 4096
-_ATOMS_PER_BIN = 16
 # A cut may leave this part of a bin empty if the path that it repeats is shorter there.
 _SLACK = 8
 
@@ -77,7 +73,8 @@ class Leaves:
         context = np.zeros(len(chosen), dtype=np.int64)
         if len(chosen) > 1:
             # Two leaves have as many tokens in common as the least similar neighbours between them.
-            context[1:] = np.minimum.reduceat(self.context[: chosen[-1] + 1], chosen[:-1] + 1)
+            first, last = chosen[[0, -1]]
+            context[1:] = np.minimum.reduceat(self.context[first : last + 1], chosen[:-1] + 1 - first)
         return Leaves(
             start=self.start[chosen],
             end=self.end[chosen],
@@ -141,86 +138,6 @@ def first_scored(samples: Sequence[Sample], order: Int64Array, shared: Int64Arra
     )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Atoms:
-    """Runs of leaves that are placed together.
-
-    Attributes:
-        context: int64 ``[A]``, tokens of the path that each has in common with the atom before.
-        narrowest: int64 ``[A]``, tokens that all leaves of the atom have in common.
-        tokens, units: int64 ``[A]``, tokens of the budget and cost of each atom by itself.
-    """
-
-    runs: list[Run]
-    context: Int64Array
-    narrowest: Int64Array
-    tokens: Int64Array
-    units: Int64Array
-
-    @classmethod
-    def of_leaves(cls, leaves: Leaves, cost_model: CostModel, *, bins: int, target: int, max_tokens: int) -> Atoms:
-        """Return single leaves, or for many leaves per bin, runs that repeat the least and stay small.
-
-        A run of several leaves costs at most an eighth of ``target``, the cost of a bin in units, and no atom has more
-        than ``max_tokens``, unless a single leaf has.
-        """
-        fresh = leaves.fresh_units(cost_model)
-        context = cost_model.units_of_path(leaves.context)
-        runs = [(leaf, leaf + 1) for leaf in range(len(leaves))]
-        if len(leaves) > _ATOMS_PER_BIN * bins:
-            # A token costs at least one token's units.
-            small = min(target // 8, max_tokens * UNITS_PER_TOKEN)
-            runs = least_repeating_runs(context, fresh, small)
-        first = np.array([start for start, _ in runs], dtype=np.int64)
-        after_first = leaves.context.copy()
-        after_first[first] = leaves.length[first]
-        saved = leaves.saved_tokens(cost_model)
-        return cls(
-            runs=runs,
-            context=leaves.context[first],
-            narrowest=np.minimum.reduceat(after_first, first),
-            tokens=np.add.reduceat(leaves.length - saved, first) + saved[first],
-            units=np.add.reduceat(fresh, first) + context[first],
-        )
-
-
-def place(atoms: Atoms, cost_model: CostModel, *, bins: int, max_units: int, max_tokens: int) -> Int64Array | None:
-    """Return a bin for every atom, int64 ``[A]``, such that no bin exceeds its limits; None if this finds none.
-
-    The most expensive atom comes first, each into the bin to which it adds least (the one that has most of its path),
-    and of several such into the emptiest, to keep room there for atoms that share with it.
-    """
-    count = len(atoms.runs)
-    bin_of = np.full(count, -1, dtype=np.int64)
-    units = np.zeros(bins, dtype=np.int64)
-    tokens = np.zeros(bins, dtype=np.int64)
-    grain = max(1, max_units // 100)  # adding less by a hundredth of a bin is not worth filling another one for
-    for atom in np.argsort(-atoms.units, kind="stable").tolist():
-        # Tokens in common with the nearest atom of each bin on either side; nothing with bins that have none there.
-        # Written from far to near, so the nearest stays; unplaced atoms go to a separate bin.
-        sides = np.zeros((2, bins + 1), dtype=np.int64)
-        sides[0, bin_of[:atom]] = np.minimum.accumulate(atoms.context[atom:0:-1])[::-1]
-        sides[1, bin_of[atom + 1 :][::-1]] = np.minimum.accumulate(atoms.context[atom + 1 :])[::-1]
-        before, after = sides[:, :bins]
-        # Tokens common to both sides were counted once in the bin and twice here.
-        both = np.minimum(np.minimum(before, after), atoms.narrowest[atom])
-        common = np.stack([before, after, both])
-        saved, saved_tokens = cost_model.units_of_path(common), cost_model.saved_tokens(common)
-        added = atoms.units[atom] - saved[0] - saved[1] + saved[2]
-        added_tokens = atoms.tokens[atom] - saved_tokens[0] - saved_tokens[1] + saved_tokens[2]
-        fits = (units + added <= max_units) & (tokens + added_tokens <= max_tokens)
-        candidates = np.flatnonzero(fits)
-        if not len(candidates):
-            return None
-        steps = added[candidates] // grain
-        candidates = candidates[steps == steps.min()]
-        chosen = candidates[np.argmin((units + added)[candidates])]
-        bin_of[atom] = chosen
-        units[chosen] += added[chosen]
-        tokens[chosen] += added_tokens[chosen]
-    return bin_of
-
-
 class SubtreePlacer:
     """Places the leaves of a forest under a limit."""
 
@@ -236,7 +153,14 @@ class SubtreePlacer:
         self._trees = list(zip(roots.tolist(), [*roots[1:].tolist(), len(leaves)], strict=True)) if len(leaves) else []
 
     def place(
-        self, *, ranks: int, bins_per_rank: int, max_units: int, max_tokens: int, by_size: bool
+        self,
+        *,
+        ranks: int,
+        bins_per_rank: int,
+        max_units: int,
+        max_tokens: int,
+        by_size: bool,
+        load: Int64Array | None = None,
     ) -> Int64Array | None:
         """Return a bin for every leaf, int64 ``[L]``, such that no limit is exceeded; None if this finds none.
 
@@ -247,6 +171,7 @@ class SubtreePlacer:
         Args:
             max_units: largest cost of a rank, in units.
             max_tokens: budget of a bin.
+            load: int64 ``[D]``, units that each rank has already; nothing by default.
             by_size: whether the most expensive tree comes first. Otherwise trees that exceed every bin come first, then
                 those whose leaves have most in common: the last ones are cut to fill the bins, at the least price.
         """
@@ -254,6 +179,7 @@ class SubtreePlacer:
         rank_of = np.arange(bins) // bins_per_rank
         bin_of = np.full(len(self._context), -1, dtype=np.int64)
         units, tokens = np.zeros(ranks, dtype=np.int64), np.zeros(bins, dtype=np.int64)
+        units += 0 if load is None else load
 
         def urgency(run: Run) -> tuple[bool, int]:
             cost = self._units_of(run)
@@ -334,11 +260,16 @@ class Dealt(NamedTuple):
     left: list[int]
 
 
-def deal(cost: Sequence[int], ranks: int, *, size: Sequence[int], room: int) -> Dealt:
-    """Deal the costliest unit first to the cheapest rank with ``room`` for its rows, then exchange units."""
+def deal(
+    cost: Sequence[int], ranks: int, *, size: Sequence[int], room: int, load: Sequence[int] | None = None
+) -> Dealt:
+    """Deal the costliest unit first to the cheapest rank with ``room`` for its rows, then exchange units.
+
+    ``load`` is the cost that each rank has already; nothing by default.
+    """
     dealt: list[list[int]] = [[] for _ in range(ranks)]
-    load, free, left = [0] * ranks, [room] * ranks, []
-    with_room = [(0, rank) for rank in range(ranks)]  # a heap
+    load, free, left = list(load or [0] * ranks), [room] * ranks, []
+    with_room = sorted(zip(load, range(ranks), strict=True))  # a heap
     for unit in sorted(range(len(cost)), key=lambda unit: -cost[unit]):
         full = []
         while with_room and free[with_room[0][1]] < size[unit]:
@@ -368,7 +299,7 @@ def _swap(ranks: list[list[int]], load: list[int], cost: Int64Array, size: Int64
         best: tuple[int, int, int, int] | None = None
         for light in heapq.nsmallest(min(8, len(ranks) - 1), range(len(ranks)), key=load.__getitem__):
             mine, theirs = ranks[heavy], ranks[light]
-            if not theirs:
+            if not mine or not theirs:
                 continue
             gain = cost[mine][:, None] - cost[theirs][None, :]
             after = np.maximum(load[heavy] - gain, load[light] + gain)

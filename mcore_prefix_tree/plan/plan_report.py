@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from mcore_prefix_tree.layout import NO_PADDING, Padding
 from mcore_prefix_tree.layout.stats import NO_BRANCHES, Branching, branching
 from mcore_prefix_tree.plan.balance import least_makespan
-from mcore_prefix_tree.plan.carry import FORWARD, TreePart, first_pass_depths
+from mcore_prefix_tree.plan.carry import FORWARD, ForestPlan, TreePart, first_pass_depths
 from mcore_prefix_tree.plan.cost import UNITS_PER_TOKEN, CostModel
-from mcore_prefix_tree.plan.forest_plan import ForestPlan
+from mcore_prefix_tree.plan.cuts import Int64Array
 from mcore_prefix_tree.plan.pack import Leaves, first_scored
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.trie import SHARE_ALL, Sharing, sort_samples, trie_from_order
@@ -23,7 +24,7 @@ class MicroBatchReport:
     """One micro-batch; ``padding`` reaches the required size, tokens scored in several micro-batches count in one.
 
     A chunk of a tree has the samples that end in it, and of the tree's scored tokens as many as of its others. Its
-    segments are not counted: recurrent layers, to which they and ``segment_states`` matter, do not run in chunks.
+    segments are not counted, also of recurrent layers, which carry their states from chunk to chunk.
     """
 
     samples: int
@@ -87,31 +88,30 @@ class PlanReport:
 
     @property
     def rank_costs(self) -> list[float]:
-        return [_rank_seconds(rank, self.bubble) for rank in self.ranks]
+        return [rank_cost(rank, self.bubble) for rank in self.ranks]
 
 
-def _rank_seconds(rank: Sequence[MicroBatchReport], bubble: float) -> float:
-    costs = [batch.cost for batch in rank]
-    return sum(costs) + bubble * max(costs)
+class _Sums(NamedTuple):
+    """A carried tree: its samples, and the visible pairs of tokens before each one, and before each of a first pass."""
+
+    own: Leaves
+    chunks: Int64Array
+    passes: Int64Array
+
+    @classmethod
+    def of(cls, own: Leaves, parts: Sequence[TreePart]) -> _Sums:
+        depths = [np.arange(*ends) for ends in zip(own.context.tolist(), own.length.tolist(), strict=True)]
+        ahead = first_pass_depths(sorted(part for part in parts if part.is_chunk))
+        sums = (np.append(0, np.cumsum(depth + 1)) for depth in (np.concatenate(depths), ahead))
+        return cls(own, *sums)
 
 
-def report_plan(
-    samples: Sequence[Sample],
-    plan: ForestPlan,
-    cost_model: CostModel,
-    *,
-    max_tokens: int | None = None,
-    padding: Padding = NO_PADDING,
-    bubble: float = 0.0,
-    sharing: Sharing = SHARE_ALL,
-) -> PlanReport:
-    """Count a plan of samples, from :func:`plan_step` or another planner; the lower bound respects ``max_tokens``."""
-    order, shared = sort_samples(samples, sharing)
-    lengths = np.fromiter(map(len, samples), dtype=np.int64, count=len(samples))[order]
-    scored = first_scored(samples, order, shared)
-    everything = Leaves.every_sample(shared, lengths, scored)
-    place = np.empty(len(samples), dtype=np.int64)
-    place[order] = np.arange(len(samples))
+def count_plan(
+    everything: Leaves, order: Int64Array, plan: ForestPlan, cost_model: CostModel, padding: Padding = NO_PADDING
+) -> tuple[tuple[MicroBatchReport, ...], ...]:
+    """Count each rank's micro-batches; ``everything`` has all samples, ``order`` their indices, int64 ``[S]``."""
+    place = np.empty(len(order), dtype=np.int64)
+    place[order] = np.arange(len(order))
 
     def find_leaves(indices: Sequence[int]) -> Leaves:
         return everything.some(np.sort(place[np.asarray(indices, dtype=np.int64)]))
@@ -135,36 +135,53 @@ def report_plan(
         branches = branching(trie_from_order(np.arange(len(own)), own.context, own.length).node_parent)
         return report(len(indices), own.tokens, own.pairs, int(own.scored.sum()), branches)
 
-    def count_first_pass(run: TreePart, parts: Sequence[TreePart]) -> MicroBatchReport:
-        chunks = sorted(part for part in parts if part.is_chunk)
-        pairs = int((first_pass_depths(chunks)[run.start : run.end] + 1).sum()) if run.tokens else 0
-        return report(0, run.tokens, pairs, 0, passes=FORWARD)
-
-    def count_chunk(indices: Sequence[int], chunk: TreePart, passes: float) -> MicroBatchReport:
-        own = find_leaves(indices)
-        depths = [np.arange(*ends) for ends in zip(own.context.tolist(), own.length.tolist(), strict=True)]
-        position, ends = np.concatenate(depths), np.cumsum(own.length - own.context)
-        pairs = int((position[chunk.start : chunk.end] + 1).sum())
-        ending = int(((ends > chunk.start) & (ends <= chunk.end)).sum())
-        scored = int(own.scored.sum()) * chunk.tokens // own.tokens
-        return report(ending, chunk.tokens, pairs, scored, passes=passes)
+    def count_part(run: TreePart, tree: _Sums, passes: float) -> MicroBatchReport:
+        if run.forward_only:
+            return report(0, run.tokens, int(tree.passes[run.end] - tree.passes[run.start]), 0, passes=FORWARD)
+        own, ends = tree.own, np.cumsum(tree.own.length - tree.own.context)
+        ending = int(((ends > run.start) & (ends <= run.end)).sum())
+        scored = int(own.scored.sum()) * run.tokens // own.tokens
+        pairs = int(tree.chunks[run.end] - tree.chunks[run.start])
+        return report(ending, run.tokens, pairs, scored, passes=passes)
 
     def count_rank(rank: int, cuts: Sequence[tuple[int, ...]]) -> Iterator[MicroBatchReport]:
         carrying = plan.carrying_of(rank)
         if carrying is None:
             yield from map(count, cuts)
             return
-        trees = carrying.trees(cuts)
+        trees = {indices: _Sums.of(find_leaves(indices), parts) for indices, parts in carrying.trees(cuts).items()}
         for indices, run in zip(cuts, carrying.runs, strict=True):
-            if run.forward_only:
-                yield count_first_pass(run, trees.get(indices, ()))
-            elif run.is_chunk:
-                yield count_chunk(indices, run, 1 + FORWARD if carrying.scored else 1)
+            if run.tokens:
+                yield count_part(run, trees[indices], 1 + FORWARD if carrying.scored else 1)
             else:
-                yield count(indices)
+                yield report(0, 0, 0, 0, passes=FORWARD) if run.forward_only else count(indices)
 
-    ranks = tuple(tuple(count_rank(*one)) for one in enumerate(plan.micro_batches))
-    costs = [_rank_seconds(rank, bubble) for rank in ranks]
+    return tuple(tuple(count_rank(*one)) for one in enumerate(plan.micro_batches))
+
+
+def rank_cost(rank: Sequence[MicroBatchReport], bubble: float) -> float:
+    """Return the cost of a rank's micro-batches, and of a pipeline's bubble, see :func:`plan_step`."""
+    costs = [batch.cost for batch in rank]
+    return sum(costs) + bubble * max(costs)
+
+
+def report_plan(
+    samples: Sequence[Sample],
+    plan: ForestPlan,
+    cost_model: CostModel,
+    *,
+    max_tokens: int | None = None,
+    padding: Padding = NO_PADDING,
+    bubble: float = 0.0,
+    sharing: Sharing = SHARE_ALL,
+) -> PlanReport:
+    """Count a plan of samples, from :func:`plan_step` or another planner; the lower bound respects ``max_tokens``."""
+    order, shared = sort_samples(samples, sharing)
+    lengths = np.fromiter(map(len, samples), dtype=np.int64, count=len(samples))[order]
+    scored = first_scored(samples, order, shared)
+    everything = Leaves.every_sample(shared, lengths, scored)
+    ranks = count_plan(everything, order, plan, cost_model, padding)
+    costs = [rank_cost(rank, bubble) for rank in ranks]
     least = least_makespan(
         trie_from_order(np.arange(len(samples)), shared, lengths),
         cost_model,

@@ -87,7 +87,7 @@ def make_bound_objective(recipe: Recipe) -> Objective:
     projections = _projections(settings, reads, len(teachers))
     student = load_named_tokenizer(recipe.data, "data.tokenizer")
     sides = [
-        _side(make_pairing(settings, student, path, teacher.data, teacher.model), reads, projection)
+        _side(make_pairing(settings, student, path, teacher.data, teacher.model), projection)
         for (path, teacher), projection in zip(teachers, projections, strict=True)
     ]
     for side in sides:
@@ -117,9 +117,7 @@ def make_pairing(
     return Pairing(student, tokenizer, aligner=settings.aligner, teacher_limits=limits)
 
 
-def _side(pairing: Pairing, reads: Reads, projection: str | None) -> TeacherSide:
-    from mcore_prefix_tree.xtoken.losses import Endings
-
+def _side(pairing: Pairing, projection: str | None) -> TeacherSide:
     tables = pairing.student, pairing.teacher
     if projection is not None and not Path(projection).is_file():
         raise RecipeError(
@@ -131,9 +129,6 @@ def _side(pairing: Pairing, reads: Reads, projection: str | None) -> TeacherSide
         student_size=pairing.student.vocab_size,
         teacher_size=pairing.teacher.vocab_size,
         projection=None if projection is None else read_projection(projection, student=tables[0], teacher=tables[1]),
-        endings=Endings(*([table.of(token) or None for token in range(table.vocab_size)] for table in tables))
-        if reads.token_bytes
-        else None,
     )
 
 

@@ -1,8 +1,6 @@
 """Hugging Face model folders: the settings that a recipe takes from one, and the folders that are rejected.
 
 Only JSON and the headers of safetensors files are read here, in milliseconds; nothing that a folder holds is executed.
-A safetensors file begins with the length of its header in 8 bytes, little-endian, and the header, JSON
-(https://huggingface.co/docs/safetensors).
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from typing import Any, TypeVar
 
 from mcore_prefix_tree.settings.hf_families import COMPARED, RENAMED, TEXT_MODELS
 from mcore_prefix_tree.settings.section import collect_faults
-from mcore_prefix_tree.utils.inputs import check_folder_files, local_path, open_regular, read_text
+from mcore_prefix_tree.utils.inputs import damage_as, local_path, read_text
 from mcore_prefix_tree.utils.launchers import is_first_rank
 
 logger = logging.getLogger(__name__)
@@ -35,7 +33,6 @@ SAME_FUNCTION = re.compile(
 _OF_RECIPE = ("hf", "dtype", "transformer_impl", "transformer", "lora", "adapter")
 # Keys that a recipe in a checkpoint has, which is written with all defaults.
 _OF_CHECKPOINTS = {"rotary_base", "swiglu", "qk_layernorm"}
-_LONGEST_HEADER = 100_000_000  # of the format
 # Keys of a recipe's model by the names that configurations have for them.
 SIZES = {
     "num_layers": "num_hidden_layers",
@@ -180,7 +177,6 @@ def _read_folder(folder: Path) -> HuggingFaceFolder:
         raise ValueError(
             f"{folder} is not a folder with a {CONFIG}; download the model first and give its local folder"
         )
-    check_folder_files(folder)
     config, has_chat_template, has_pictures = _read_configs(folder)
     placed = _placed_weights(folder)
     headers = {file: tensors_in(folder / file) for file in sorted({SINGLE} if placed is None else set(placed.values()))}
@@ -363,23 +359,17 @@ def _placed_weights(folder: Path) -> dict[str, str] | None:
 
 def tensors_in(file: Path) -> dict[str, tuple[str, Sequence[int]]]:
     """Return type and shape of each tensor in a complete safetensors file; raises ValueError, which names any other."""
+    from safetensors import safe_open
+
     if not file.is_file():
         raise ValueError(f"{file} is missing; download the folder again")
-    size = file.stat().st_size
-    with open_regular(file) as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        text = stream.read(length) if length <= min(size - 8, _LONGEST_HEADER) else b""
-    found: dict[str, tuple[str, Sequence[int]]]
-    try:
-        header = json.loads(text)
-        header.pop("__metadata__", None)
-        end = max(int(one["data_offsets"][1]) for one in header.values())
-        found = {name: (str(one["dtype"]), list(one["shape"])) for name, one in header.items()}
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        raise ValueError(f"{file} is not a safetensors file, or was cut off; download it again") from None
-    if 8 + length + end != size:
-        raise ValueError(f"{file} has {size:,} bytes instead of {8 + length + end:,}; download it again")
-    return found
+    with damage_as(f"{file} is not a safetensors file, was cut off or is damaged; download it again"):
+        with safe_open(file, "np") as opened:
+            tensors = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # not a mapping
+        found = {name: (str(one.get_dtype()), one.get_shape()) for name, one in tensors.items()}
+        if not found:
+            raise ValueError(file)
+        return found
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from mcore_prefix_tree.settings.hf_folder import SIZES, HuggingFaceFolder, with_
 from mcore_prefix_tree.settings.model_section import ModelConfig
 from mcore_prefix_tree.settings.section import AT_ODDS, NOT_LOCAL, broken_rules, collect_faults, keep_valid, suggest_key
 from mcore_prefix_tree.settings.sections import ObjectiveConfig, Recipe, RecipeError
+from mcore_prefix_tree.utils.gone import explain_gone
 from mcore_prefix_tree.utils.inputs import local_path, read_text
 from mcore_prefix_tree.utils.launchers import is_first_rank
 
@@ -102,7 +103,8 @@ def _validate(content: Any, unread: Collection[str]) -> tuple[Recipe, list[str]]
                 continue
             value = "" if fault["type"] in ("missing", NOT_LOCAL) else f" (given {_short(_repr(fault['input']))})"
             if fault["type"] == "unexpected_keyword_argument":
-                sentences.append(f"{key}: there is no such key{value}, {suggest_key(key, Recipe)}")
+                way_out = explain_gone(key) or f"{key}: there is no such key{value}, {suggest_key(key, Recipe)}"
+                sentences.append(way_out)
             else:
                 sentences.append(f"{key}: {fault['msg'][0].lower()}{fault['msg'][1:]}{value}")
         recipe = keep_valid(Recipe, content)

@@ -151,8 +151,6 @@ class BatchConfig(Section):
             first sample. This is not exact; by default they share tokens only while the experts agree.
         length_buckets: the only sizes that micro-batches are padded to, for code that is compiled or captured once per
             size; the largest holds ``max_tokens``. None pads only as far as the parallel layout needs.
-        calibration: file of ``mcore-prefix-tree calibrate``: ranks are balanced by seconds measured rather than by
-            FLOPs counted.
     """
 
     max_tokens: PositiveInt
@@ -163,7 +161,6 @@ class BatchConfig(Section):
     min_shared_tokens: NonNegativeInt = 0
     use_first_samples_routes: bool = False
     length_buckets: list[PositiveInt] | None = None
-    calibration: Annotated[str | None, LocalPath] = None
 
     def _check_step(self) -> None:
         if (self.global_batch_size is None) == (self.groups_per_step is None):
@@ -385,7 +382,6 @@ class Recipe(Section):
         named = (
             self.data.path,
             self.validation.path,
-            self.batch.calibration,
             self.objective.teacher_recipe,
             self.data.tokenizer,
             self.model.hf,

@@ -62,8 +62,9 @@ class RoutedExperts:
     """The experts that an engine sent each token of a sample to, in every layer; a sample makes it of an array.
 
     Attributes:
-        ids: int8 or int16 ``[n, layers, top-k]``, the smaller that holds the experts; -1 in all of a token's entries if
-            it has no route. The last token has none: nothing that the sample scores depends on it.
+        ids: int8 or int16 ``[n, layers, top-k]``, the smaller that holds the experts; -1 in all
+            entries of a token without a route. Entries of layers without experts are any. The last token has no route:
+            nothing that the sample scores depends on it.
     """
 
     ids: npt.NDArray[np.int8] | npt.NDArray[np.int16]
@@ -79,7 +80,7 @@ class RoutedExperts:
         words[:, : rows.shape[1]] = rows
         factors = np.random.default_rng(0).integers(1 << 63, size=words.shape[1] // 4, dtype=np.uint64) * 2 + 1
         found: npt.NDArray[np.uint64] = np.maximum(words.view(np.uint64) @ factors, 1)
-        found[rows[:, 0] < 0] = 0
+        found[rows.max(axis=1) < 0] = 0
         return found
 
     def __repr__(self) -> str:
@@ -107,14 +108,6 @@ def check_routed_experts(routes: object, length: int, source: str) -> RoutedExpe
             f"{field} has expert {low if low < -1 else high}; experts are 0 to {np.iinfo(np.int16).max}, or -1 in all "
             "entries of a token without a route"
         )
-    if low < 0:
-        unset = rows < 0
-        partly = unset.any(axis=(1, 2)) & ~unset.all(axis=(1, 2))
-        if partly.any():
-            raise SampleError(
-                f"{field} has -1 among the experts at index {int(np.argmax(partly))}; give -1 in all entries of a "
-                "token without a route, and experts in all of any other"
-            )
     kept = np.full((length, *given.shape[1:]), -1, dtype=np.int8 if high <= np.iinfo(np.int8).max else np.int16)
     kept[: length - 1] = rows
     return RoutedExperts(ids=freeze(kept))

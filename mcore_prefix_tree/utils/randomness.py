@@ -9,10 +9,13 @@ from typing import Any
 
 import torch
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.module import register_module_module_registration_hook
 
 # Attributes that hold a rate: dropout, attn_pdrop, layerdrop, drop_path, router_jitter_noise, neftune_noise_alpha, ...
 _RATE = re.compile("drop|jitter|noise")
 _NOISE = re.compile("jitter|noise")
+# Attribute of a model: its modules that have rates.
+_HOLDERS = "_prefix_tree_rates"
 # Attributes that hold the rate of a class with a telling name, for example DropPath.
 _OF_DROPOUT = {"p", "prob", "rate"}
 
@@ -22,8 +25,8 @@ SHARED = "samples that share a token would share its random draw"
 def random_part(model: torch.nn.Module) -> str | None:
     """Return a sentence about the modules of a model that draw random numbers as it is now, or None without any.
 
-    Evaluation mode, a rate of 0 or 1 and an adapter that PEFT has switched off draw nothing. Takes about 1 us per
-    module.
+    Evaluation mode, a rate of 0 or 1 and an adapter that PEFT has switched off draw nothing. A call reads the modules
+    that have rates; it looks for these in all modules only if torch has registered a module since the last call.
     """
     found = list(_rates(model))
     if not found:
@@ -48,26 +51,63 @@ def drew(model: Any, when: str) -> str:
     )
 
 
+def registrations() -> int:
+    """Return a number that changes whenever torch registers a module in another, from the first call on.
+
+    What was found in a model before may have changed then. A direct change of ``_modules`` is not registered.
+    """
+    _watch()
+    return _REGISTERED[0]
+
+
+@cache
+def _watch() -> None:
+    register_module_module_registration_hook(_count)
+
+
+def _count(module: torch.nn.Module, name: str, submodule: torch.nn.Module | None) -> None:
+    _REGISTERED[0] += 1
+
+
+_REGISTERED = [0]
+
+
 def _rates(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, float]]:
     """Yield the module, attribute and value of every rate that is in effect, in the order of the modules."""
-    # Inside a layer of PEFT, the active adapters too: its containers hold all by name.
-    stack: list[tuple[torch.nn.Module, Collection[str] | None]] = [(model, None)]
-    while stack:
-        module, active = stack.pop()
-        kind: Any = type(module)
-        if _is_tuner(kind):
-            layer: Any = module
-            active = () if layer.disable_adapters or getattr(layer, "merged", False) else layer.active_adapters
-        if module.training:
-            for name in _rate_names(module):
+    known = vars(model).get(_HOLDERS)
+    if known is None or known[0] != registrations():
+        every = [(module, is_tuner) for module, _, is_tuner in _walk(model, into_tuners=False)]
+        holders = [(module, is_tuner) for module, is_tuner in every if is_tuner or _rate_names(module)]
+        known = vars(model)[_HOLDERS] = (registrations(), holders)
+    for holder, is_tuner in known[1]:
+        for module, active, _ in _walk(holder, into_tuners=True) if is_tuner else [(holder, None, False)]:
+            for name in _rate_names(module) if module.training else ():
                 value: Any = getattr(module, name, None)
                 by_adapter = active is not None and isinstance(value, Mapping)
                 values: list[Any] = [value[one] for one in active or () if one in value] if by_adapter else [value]
                 yield from ((module, name, float(rate)) for rate in values if _draws(name, rate))
+
+
+def _walk(
+    model: torch.nn.Module, *, into_tuners: bool
+) -> Iterator[tuple[torch.nn.Module, Collection[str] | None, bool]]:
+    """Yield modules in their order, active adapters inside a layer of PEFT, and whether a module is such a layer."""
+    # PEFT's containers hold all adapters by name.
+    stack: list[tuple[torch.nn.Module, Collection[str] | None]] = [(model, None)]
+    while stack:
+        module, active = stack.pop()
+        kind: Any = type(module)
+        is_tuner = _is_tuner(kind)
+        if is_tuner:
+            layer: Any = module
+            active = () if layer.disable_adapters or getattr(layer, "merged", False) else layer.active_adapters
+        yield module, active, is_tuner
+        if is_tuner and not into_tuners:
+            continue
         children = module._modules
         if active is not None and isinstance(module, torch.nn.ModuleDict):
             children = {name: child for name, child in children.items() if name in active}
-        inner = active if isinstance(module, torch.nn.ModuleDict) or _is_tuner(kind) else None
+        inner = active if isinstance(module, torch.nn.ModuleDict) or is_tuner else None
         stack.extend((child, inner) for child in reversed(children.values()) if child is not None)
 
 

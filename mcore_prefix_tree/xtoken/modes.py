@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Mode = Literal["p_kl", "gold", "h_kl", "partition_kl", "alm", "uld"]
+Mode = Literal["p_kl", "gold", "h_kl", "alm", "uld"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,14 +14,12 @@ class Reads:
 
     Attributes:
         tokens: whether chunks are different if only their tokens differ, and not their predictors.
-        token_bytes: whether the loss reads the exact bytes of both vocabularies.
         temperature: whether logits are divided by a temperature, and terms multiplied by its square.
         whole: whether the loss reads every log-probability of the teacher, and not only those of its likeliest tokens.
     """
 
     projection: bool = False
     tokens: bool = False
-    token_bytes: bool = False
     temperature: bool = False
     reverse: bool = False
     whole: bool = False
@@ -31,7 +29,6 @@ MODES: dict[Mode, Reads] = {
     "p_kl": Reads(projection=True, temperature=True, reverse=True),
     "gold": Reads(projection=True, temperature=True, reverse=True, whole=True),
     "h_kl": Reads(projection=True, temperature=True, reverse=True, whole=True),
-    "partition_kl": Reads(projection=True, tokens=True, token_bytes=True, whole=True),
     "alm": Reads(tokens=True),
     "uld": Reads(whole=True),
 }

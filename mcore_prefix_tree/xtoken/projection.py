@@ -86,13 +86,6 @@ def with_exact_map(projection: Projection, student_tokens: IntArray, teacher_tok
     return replace(projection, columns=columns, weights=weights)
 
 
-def list_entries(projection: Projection) -> Entries:
-    """Return the entries that are not empty, row after row."""
-    row, rank = np.nonzero(projection.columns >= 0)
-    columns, weights = projection.columns[row, rank], projection.weights[row, rank]
-    return Entries(row, columns.astype(np.int64), weights.astype(np.float64))
-
-
 def _normalised(values: FloatArray) -> npt.NDArray[np.float32]:
     """Scale rows of ``[V_s, k]`` to add up to 1; rows of zeros stay."""
     total = values.sum(axis=1, keepdims=True)

@@ -5,12 +5,10 @@ Legend: V_s and V_t tokens of the student's and the teacher's vocabulary, E entr
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,9 +16,6 @@ from mcore_prefix_tree.data.chat import ChatTokenizer
 from mcore_prefix_tree.xtoken.projection import Entries, Projection, from_entries, with_exact_map
 from mcore_prefix_tree.xtoken.reencode import TextEncoder
 from mcore_prefix_tree.xtoken.token_bytes import token_bytes
-
-if TYPE_CHECKING:
-    from mcore_prefix_tree.xtoken.projection_file import PartFiles
 
 # Weights of the tokens that write another: 0.9, then a tenth of the previous weight each.
 _FIRST, _DECAY = 0.9, 0.1
@@ -61,17 +56,8 @@ class Vocabularies:
         self.student, self.teacher = token_bytes(student), token_bytes(teacher)
         self._encoders = TextEncoder(student, self.student), TextEncoder(teacher, self.teacher)
 
-    def key(self, settings: BuildSettings) -> str:
-        """Identify the result of a build with these settings, in hexadecimal."""
-        content = f"projection 1\n{self.student.hash}\n{self.teacher.hash}\n{sorted(asdict(settings).items())}"
-        return hashlib.sha256(content.encode()).hexdigest()
-
     def build(
-        self,
-        settings: BuildSettings | None = None,
-        *,
-        parts: PartFiles | None = None,
-        progress: Callable[[int, int], None] | None = None,
+        self, settings: BuildSettings | None = None, *, progress: Callable[[int, int], None] | None = None
     ) -> Projection:
         """Build the projection; the same bits each time.
 
@@ -79,21 +65,14 @@ class Vocabularies:
         0.1**i; then the teacher's in the student's, and both add up. Special tokens are mapped by the similarity of
         their names. A token whose bytes are a part of a character has no text; only the exact map finds it.
 
-        Args:
-            parts: store of finished parts.
-            progress: function that receives the tokens done and their total.
+        ``progress`` receives the tokens done and their total.
         """
         settings = settings or BuildSettings()
         found = []
         total = self.student.vocab_size + (self.teacher.vocab_size if settings.reverse else 0)
         done = 0
-        for name, reverse, start, end in self._work(settings):
-            part = None if parts is None else parts.load(name)
-            if part is None:
-                part = self._written(start, end, settings.tokens_kept, reverse=reverse)
-                if parts is not None:
-                    parts.save(name, part)
-            found.append(part)
+        for reverse, start, end in self._work(settings):
+            found.append(self._written(start, end, settings.tokens_kept, reverse=reverse))
             done += end - start
             if progress is not None:
                 progress(done, total)
@@ -144,11 +123,11 @@ class Vocabularies:
                 found[text] = written[0]
         return found
 
-    def _work(self, settings: BuildSettings) -> Iterator[tuple[str, bool, int, int]]:
+    def _work(self, settings: BuildSettings) -> Iterator[tuple[bool, int, int]]:
         for reverse in (False, True) if settings.reverse else (False,):
             size = (self.teacher if reverse else self.student).vocab_size
             for start in range(0, size, _PART):
-                yield f"{'reverse' if reverse else 'forward'}-{start:08d}", reverse, start, min(start + _PART, size)
+                yield reverse, start, min(start + _PART, size)
 
     def _written(self, start: int, end: int, kept: int, *, reverse: bool) -> Entries:
         """Write the tokens ``start`` to ``end`` of one vocabulary in the other's."""

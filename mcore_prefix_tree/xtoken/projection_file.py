@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from mcore_prefix_tree.data.write import whole_file
-from mcore_prefix_tree.utils.inputs import open_regular
-from mcore_prefix_tree.xtoken.projection import Entries, Projection, from_entries, list_entries
+from mcore_prefix_tree.utils.inputs import damage_as
+from mcore_prefix_tree.xtoken.projection import Entries, Projection, from_entries
 from mcore_prefix_tree.xtoken.token_bytes import TokenBytes
 
 _FORMAT = "mcore-prefix-tree projection 1"
 _KEY = "projection"
 _TORCH = (".pt", ".pth")
 _REBUILD = "build it again with mcore-prefix-tree xtoken build-projection"
+_DAMAGED = f"is damaged or no projection; {_REBUILD}"
 
 
 def is_torch_file(path: str | Path) -> bool:
@@ -30,32 +31,20 @@ def is_torch_file(path: str | Path) -> bool:
     return str(path).lower().endswith(_TORCH)
 
 
-def check_form(path: str | Path, *, sparse: bool) -> None:
-    """Raise ValueError if the sparse form is requested for a file of another format than NeMo-RL's."""
-    if sparse and not is_torch_file(path):
-        raise ValueError(f"{path}: the sparse form is NeMo-RL's; give a name that ends in .pt")
-
-
 def write_projection(
     path: str | Path,
     projection: Projection,
     *,
-    sparse: bool = False,
     student_name: str = "",
     teacher_name: str = "",
 ) -> None:
     """Write a projection; the file appears complete or not at all, and has the same bytes each time.
 
-    A name that ends in ``.pt`` or ``.pth`` sets NeMo-RL's format, any other safetensors. ``sparse`` writes NeMo-RL's
-    dictionary of entries instead of its arrays, without hashes. The tokenizers' names are for people.
-
-    Raises:
-        ValueError: ``sparse`` with a name of another format.
-        OSError: the file cannot be written.
+    A name that ends in ``.pt`` or ``.pth`` sets NeMo-RL's format, any other safetensors. The tokenizers' names are
+    for people. Raises OSError if the file cannot be written.
     """
-    check_form(path, sparse=sparse)
     if is_torch_file(path):
-        content = _torch_bytes(projection, student_name, teacher_name, sparse=sparse)
+        content = _torch_bytes(projection, student_name, teacher_name)
     else:
         content = _safetensors_bytes(
             {"columns": projection.columns, "weights": projection.weights},
@@ -122,22 +111,11 @@ def _safetensors_bytes(arrays: dict[str, npt.NDArray[Any]], about: dict[str, Any
 
 def _read_arrays(path: str | Path) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any]]:
     """Return the arrays of a safetensors file, and its metadata."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
-    open_regular(path).close()
-    try:
-        with safe_open(str(path), framework="numpy") as file:
-            about = json.loads((file.metadata() or {}).get(_KEY, "{}"))
-            if not isinstance(about, dict):
-                raise ValueError("its description is not an object")
-            return {name: file.get_tensor(name) for name in file.keys()}, about  # noqa: SIM118  # not a mapping
-    except (SafetensorError, TypeError, ValueError) as error:  # NumPy lacks types, for example BF16
-        raise _damaged(path, error) from None
-
-
-def _damaged(path: str | Path, error: Exception) -> ValueError:
-    reason = next(iter(str(error).splitlines()), type(error).__name__)
-    return ValueError(f"{path}: is damaged or no projection ({reason[:120]}); {_REBUILD}")
+    with damage_as(f"{path}: {_DAMAGED}"), safe_open(str(path), framework="numpy") as file:
+        about = dict(json.loads((file.metadata() or {}).get(_KEY, "{}")))
+        return {name: file.get_tensor(name) for name in file.keys()}, about  # noqa: SIM118  # not a mapping
 
 
 def _read_safetensors(path: str | Path, student: TokenBytes, teacher: TokenBytes, scale_column: bool) -> Projection:
@@ -160,23 +138,18 @@ def _read_safetensors(path: str | Path, student: TokenBytes, teacher: TokenBytes
     )
 
 
-def _torch_bytes(projection: Projection, student_name: str, teacher_name: str, *, sparse: bool) -> bytes:
+def _torch_bytes(projection: Projection, student_name: str, teacher_name: str) -> bytes:
     import torch
 
-    content: dict[Any, Any]
-    if sparse:
-        rows, columns, weights = list_entries(projection)
-        content = dict(zip(zip(rows.tolist(), columns.tolist(), strict=True), weights.tolist(), strict=True))
-    else:
-        content = {
-            "indices": torch.from_numpy(projection.columns.astype(np.int64)),
-            "likelihoods": torch.from_numpy(projection.weights),
-            "student_model_id": student_name,
-            "teacher_model_id": teacher_name,
-            "enable_scale_trick": False,
-            "student_hash": projection.student_hash,
-            "teacher_hash": projection.teacher_hash,
-        }
+    content = {
+        "indices": torch.from_numpy(projection.columns.astype(np.int64)),
+        "likelihoods": torch.from_numpy(projection.weights),
+        "student_model_id": student_name,
+        "teacher_model_id": teacher_name,
+        "enable_scale_trick": False,
+        "student_hash": projection.student_hash,
+        "teacher_hash": projection.teacher_hash,
+    }
     # In a file, the archive's folder would be named after it, which is unfinished and has a temporary name.
     stream = io.BytesIO()
     torch.save(content, stream)
@@ -186,13 +159,8 @@ def _torch_bytes(projection: Projection, student_name: str, teacher_name: str, *
 def _read_torch(path: str | Path, student: TokenBytes, teacher: TokenBytes, scale_column: bool) -> Projection:
     import torch
 
-    open_regular(path).close()
-    try:
+    with damage_as(f"{path}: {_DAMAGED}"):
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, MemoryError):
-        raise
-    except Exception as error:  # a damaged file makes the unpickler raise nearly anything
-        raise _damaged(path, error) from None
     if isinstance(content, dict) and {"indices", "likelihoods"} <= content.keys():
         found = _dense_entries(path, content, scale_column)
         top_k, size = int(content["indices"].shape[1]), int(content["indices"].shape[0])
@@ -263,37 +231,3 @@ def _sparse_entries(path: str | Path, content: dict[Any, Any]) -> Entries:
     except (TypeError, ValueError, OverflowError, RuntimeError):  # the last: of a tensor without a value
         raise ValueError(f"{path}: its pairs are not two tokens with a weight; {_REBUILD}") from None
     return Entries(keys[:, 0], keys[:, 1], weights)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PartFiles:
-    """Finished parts of build ``key``, one file each, in ``folder``, which is made and removed as needed."""
-
-    folder: Path
-    key: str
-
-    def load(self, name: str) -> Entries | None:
-        """Read a part; None unless it is complete and belongs to this build, so that it is built again."""
-        try:
-            arrays, about = _read_arrays(self._path(name))
-        except (FileNotFoundError, ValueError):
-            return None
-        if about.get("key") != self.key:
-            return None
-        return Entries(**arrays)
-
-    def save(self, name: str, part: Entries) -> None:
-        self.folder.mkdir(exist_ok=True)
-        with whole_file(self._path(name)) as unfinished:
-            unfinished.write_bytes(_safetensors_bytes(part._asdict(), {"key": self.key}))
-
-    def remove(self) -> None:
-        """Remove all parts, and the folder if it is then empty."""
-        if self.folder.is_dir():
-            for path in self.folder.glob("*.part"):
-                path.unlink()
-            if not any(self.folder.iterdir()):
-                self.folder.rmdir()
-
-    def _path(self, name: str) -> Path:
-        return self.folder / f"{name}.part"

@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Print the plan of a job's first step, its bound, and an estimate of each rank's memory. Needs no GPU and does not
-# start the job.
+# Print the plan of a job's first step and its expected speed-up. Needs no GPU and does not start the job.
 #
 #   [NNODES=N] recipes/launch/dry_run.sh RECIPE [ARGUMENT]...
 set -euo pipefail

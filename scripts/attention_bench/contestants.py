@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -15,7 +14,6 @@ import torch
 from attention_bench.peers import PEERS, Attention
 from mcore_prefix_tree.attention import BACKENDS, AttentionOptions, Case
 from mcore_prefix_tree.attention.api import load_backend
-from mcore_prefix_tree.attention.cascade import CPU_KERNELS, CUDA_KERNELS, attention_through, refusal_through
 from mcore_prefix_tree.metadata import TreeMetadata
 
 # tree: the forest, folded. unfolded: every sample by itself, in one packed batch. dense: one causal sequence with as
@@ -23,7 +21,7 @@ from mcore_prefix_tree.metadata import TreeMetadata
 Layout = Literal["tree", "unfolded", "dense"]
 
 # Methods with one backward, measured once.
-ALWAYS_DETERMINISTIC = ("triton", "flex", "path", "reference")
+ALWAYS_DETERMINISTIC = ("triton", "flex", "path", "cascade", "reference")
 # The reference holds numbers for every pair of tokens and head.
 _LARGEST_DENSE_BYTES = 1 << 28
 
@@ -59,21 +57,17 @@ def contestants(forest: TreeMetadata, case: Case) -> Iterator[Contestant]:
     for options in (replace(case.options, deterministic=deterministic) for deterministic in modes):
         asked = replace(case, options=options)
         for name in BACKENDS:
-            if name != "cascade" and (options.deterministic or name not in ALWAYS_DETERMINISTIC):
+            if options.deterministic or name not in ALWAYS_DETERMINISTIC:
                 backend = load_backend(name)
                 refusal = backend.refusal(asked) or (_too_large(forest, case) if name == "reference" else None)
                 yield _one(name, "tree", options, backend.attention, refusal)
-        for kernel in CPU_KERNELS if case.device.type == "cpu" else CUDA_KERNELS:
-            through: Attention = partial(attention_through, kernel)
-            refusal = refusal_through(kernel, asked)
-            yield _one(f"cascade, {kernel.name}", "tree", options, through, refusal)
-            # Without sharing, the cascade is one call of the kernel.
-            yield _one(kernel.name, "unfolded", options, through, refusal)
-            yield _one(kernel.name, "dense", options, through, refusal)
     fastest = replace(case, options=replace(case.options, deterministic=False))
     refusal = load_backend("fa4").refusal(fastest)
+    cascade = load_backend("cascade")
     for layout in ("unfolded", "dense"):
         yield _one("FlashAttention-4", layout, fastest.options, _causal_fa4, refusal)
+        if case.device.type == "cpu":  # without sharing, the cascade is one call of torch's kernel
+            yield _one("torch on the CPU", layout, case.options, cascade.attention, cascade.refusal(case))
 
 
 def peers(forest: TreeMetadata, case: Case) -> Iterator[Contestant]:

@@ -15,7 +15,6 @@ from gpu_check_parts.results import FAILED
 from gpu_check_parts.using import gpu_case, packages_of, sources_of, unchecked
 from mcore_prefix_tree.attention import Case, fa4, parity, triton_tree
 from mcore_prefix_tree.attention.api import load_backend
-from mcore_prefix_tree.attention.cascade import CUDA_KERNELS, attention_through, refusal_through
 from mcore_prefix_tree.attention.chosen_keys import choose_keys, path_mask, score_by_kernel
 from mcore_prefix_tree.attention.parity import Attention, error_limit, worst_rows
 from mcore_prefix_tree.utils.triton_here import worst_row
@@ -79,8 +78,6 @@ def methods(case: Case) -> Iterator[tuple[str, Attention, str | None]]:
         if case.heads > case.kv_heads and (name == "triton" or fa4._borrows_backward(case)):
             # The forest is so small that groups of heads are split; a longer forest does not split them.
             yield f"{name}, whole groups", module._attend_whole_groups, module.refusal(case)
-    for kernel in CUDA_KERNELS:
-        yield f"cascade, {kernel.name}", partial(attention_through, kernel), refusal_through(kernel, case)
 
 
 def run(context: Context) -> None:

@@ -49,12 +49,12 @@ def packages_of(method: str) -> tuple[str, ...]:
     """Return the packages whose version can change a figure of an attention method."""
     if method in ("fa4", "fa4, whole groups"):
         return (*_FA4, "triton")
-    if method in ("FlashAttention-4", "cascade, FlashAttention-4"):
+    if method == "FlashAttention-4":
         return _FA4
     if method in ("triton", "triton, whole groups", "flex"):
         return ("torch", "triton")
-    # FlashAttention 2 and 3, TransformerEngine and the peers, if installed.
-    return ("torch", "flash-attn", "flash-attn-3", "transformer-engine", "prefix-grouper", "areal")
+    # The peers, if installed.
+    return ("torch", "prefix-grouper", "areal")
 
 
 def sources_of(method: str) -> tuple[str, ...]:
@@ -64,6 +64,4 @@ def sources_of(method: str) -> tuple[str, ...]:
         "fa4": (f"{_ATTENTION}/fa4.py", f"{_ATTENTION}/triton_tree", f"{_ATTENTION}/tile_blocks.py"),
         "flex": (f"{_ATTENTION}/flex.py", f"{_ATTENTION}/tile_blocks.py"),
     }
-    return own.get(
-        method.removesuffix(", whole groups"), (f"{_ATTENTION}/cascade",) if method.startswith("cascade") else ()
-    )
+    return own.get(method.removesuffix(", whole groups"), ())

@@ -22,7 +22,6 @@ IMPORTS = {
     "arrow": ("pyarrow.feather", "pyarrow.ipc", "pyarrow.parquet", "mcore_prefix_tree.data.write_tables"),
     "bridge": ("accelerate", "megatron.bridge", "mcore_prefix_tree.mcore.models.bridge"),
     "docs": ("mkdocs.__main__", "material", "mkdocstrings_handlers.python"),
-    "flash": ("flash_attn",),
     "gpu": ("cutlass", "flash_attn.cute.interface", "triton"),
     "hf": ("transformers", "mcore_prefix_tree.data.huggingface", "mcore_prefix_tree.integrations.transformers"),
     "hub": ("datasets", "pyarrow.ipc", "mcore_prefix_tree.data.files"),
@@ -38,7 +37,7 @@ NEEDS_PYTHON = {"bridge": ((3, 12), "Megatron-Bridge"), "docs": ((3, 11), "the s
 # These need a GPU's driver or a separate environment; scripts/test installs all other pins.
 ELSEWHERE = {"gpu": "requirements/gpu.txt", "hub": "requirements/peers.txt"}
 # These are compiled against a torch for CUDA (docs/gpu.md), so they are imported only if they are installed.
-COMPILED = ("flash", "te")
+COMPILED = ("te",)
 # Importing it needs TransformerEngine, which is built with CUDA; without it, the tests' stand-in is used.
 IMPORT_BRIDGE = f"""
 from importlib.util import find_spec

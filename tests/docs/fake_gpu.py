@@ -195,13 +195,6 @@ def patch_flex(module):
     module.attention = lambda *args: reference()(*args)
 
 
-def patch_cascade(module):
-    from mcore_prefix_tree.attention.cascade.kernels import CpuFlash
-
-    for name in ("forward", "backward"):
-        setattr(module.TorchFlash, name, getattr(CpuFlash, name))
-
-
 def patch_tune(module):
     """Triton's interpreter has no bfloat16, and no sums through the memory units of newer chips."""
     import torch
@@ -216,7 +209,6 @@ PATCHES = {
     "torch.distributed": patch_distributed,
     "mcore_prefix_tree.attention.triton_tree": patch_triton_tree,
     "mcore_prefix_tree.attention.flex": patch_flex,
-    "mcore_prefix_tree.attention.cascade.cuda": patch_cascade,
 }
 
 

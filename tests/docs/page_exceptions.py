@@ -14,7 +14,6 @@ CHECKOUT = "needs a checkout of Megatron-LM; tests/upstream runs it"
 REPEATED = "is the same command as on docs/getting-started.md, which runs it"
 TRAINERS = "needs another trainer; tests/peers holds it"
 MINUTES = "takes several minutes; tests/docs/test_recipes.py holds the recipe"
-CALIBRATED = "shows nothing after half a minute; tests/model/test_train_calibrate.py trains by a calibration"
 MESSAGES = "is the message about a file that the page does not give; tests/unit hold the messages"
 IN_PEERS = "needs a model folder; tests/peers/test_grpo_own_model.py runs the page's commands on a tiny one"
 
@@ -34,7 +33,6 @@ NOT_RUN: dict[str, dict[str, str]] = {
         "pip install": INSTALLS,
         "mcore-prefix-tree train recipes/quickstart.yaml\n": "shows nothing; the page's next train is the same",
         "mcore-prefix-tree recipes mine": "is the way of those without a clone; tests/docs/test_wheel.py runs it",
-        "mcore-prefix-tree verify --megatron-lm-path": CHECKOUT,
     },
     "docs/data.md": {
         "mcore-prefix-tree inspect saved/train": "reads a library's folder; tests/peers/test_data_datasets.py has some",
@@ -42,8 +40,7 @@ NOT_RUN: dict[str, dict[str, str]] = {
     },
     "docs/gpu.md": {"": GPUS},
     "docs/howto/distillation.md": {
-        ".venv/bin/python scripts/xtoken_held_out.py": MINUTES,
-        "mcore-prefix-tree train recipes/xtoken": MINUTES,
+        "mcore-prefix-tree train student.yaml": READERS,
     },
     "docs/howto/grpo-own-model.md": {"": IN_PEERS},
     "docs/howto/many-machines.md": {"": MACHINES},
@@ -52,7 +49,6 @@ NOT_RUN: dict[str, dict[str, str]] = {
     "docs/huggingface.md": {"": READERS},
     "docs/objectives.md": {"": READERS},
     "docs/performance.md": {"": TOOLS},
-    "docs/planning.md": {"mcore-prefix-tree train $RECIPE batch.calibration": CALIBRATED},
     "docs/trainers.md": {"": TRAINERS},
     "docs/verl.md": {"": TRAINERS},
     "docs/xtoken.md": {
@@ -70,7 +66,6 @@ QUOTED: dict[str, dict[str, str]] = {
     "docs/howto/megatron-lm.md": {"scored.jsonl: ": CHECKOUT, "sizes that": CHECKOUT, "...": CHECKOUT},
     "docs/howto/token-ids.md": {"Samples would share more": "is tested by tests/unit/test_cli_causes.py"},
     "docs/inside.md": {"prefix trees of 100 micro-batches": TRAINERS},
-    "docs/performance.md": {"layout    pass": "compiles for a GPU; tests/kernels/test_predicted_attention.py counts"},
     "docs/trainers.md": {"{'loss': 5.631": TRAINERS},
     "docs/planning.md": {"Training steps fold more": "is tested by tests/unit/test_cli_causes.py"},
     "docs/xtoken.md": {"error: ": MESSAGES},
@@ -99,7 +94,6 @@ SHORTER = [("recipes/quickstart.yaml", "compare: true", "compare: false\nverify:
 
 # Options with which a command whose output no page shows ends sooner, by how it begins.
 SOONER = {
-    "mcore-prefix-tree calibrate": "--repeats 1",
     "mcore-prefix-tree verify recipes/quickstart.yaml": "batch.global_batch_size=8",
 }
 

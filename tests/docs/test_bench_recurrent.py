@@ -11,7 +11,7 @@ import pytest
 
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.layout.stats import forest_counts
-from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL
+from mcore_prefix_tree.mcore.release import HAS_HYBRID_MODEL
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,8 +1,6 @@
 """The rollouts that ship with the project: reproducible, small, and worth folding."""
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -36,13 +34,6 @@ def fold_ratio(samples):
             prefixes.add(rolling)
         logical += len(sample)
     return logical / len(prefixes)
-
-
-def test_the_script_reproduces_the_file(tmp_path):
-    output = tmp_path / "again.jsonl"
-    script = ROOT / "scripts" / "make_quickstart_rollouts.py"
-    subprocess.run([sys.executable, str(script), str(output)], check=True, capture_output=True)
-    assert output.read_bytes() == ROLLOUTS.read_bytes()
 
 
 def test_every_task_has_good_and_bad_rollouts_and_no_two_are_equal(rows):

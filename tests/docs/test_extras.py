@@ -36,7 +36,6 @@ DEPENDENCIES = {
 # No extra adds trainers, kernels of others and contestants of benchmarks.
 OTHERS = {
     *(
-        "flash_attn_interface",
         "liger_kernel",
         "nemo_rl",
         "prefix_grouper",

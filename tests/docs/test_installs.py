@@ -24,7 +24,7 @@ SOURCES = sorted([*(ROOT / "mcore_prefix_tree").rglob("*.py"), *(ROOT / "scripts
 _TOOLS = r"(?:pip3?|pipx|uv|poetry|conda|mamba)"
 _COMMAND = re.compile(rf"\b{_TOOLS}\s+(?:install|add|download|wheel|run --with)\s+([^\n`#;&|)]*)")
 # Projects of others that a GPU or a benchmark needs and no requirements file pins.
-# TransformerEngine and flash-attn are compiled with the last two.
+# TransformerEngine is compiled with the last two.
 OTHERS = {"areal", "causal-conv1d", "flash-linear-attention", "mamba-ssm", "transformer-engine", "ninja", "wheel"}
 _TAKES_VALUE = {"-r", "--requirement", "-c", "--constraint", "-t", "--target", "-w", "--wheel-dir", "--python"}
 

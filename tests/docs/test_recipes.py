@@ -115,13 +115,10 @@ def test_the_arguments_fit_each_other_and_the_machines(tmp_path: Path, recipe: P
 def test_the_recipes_are_those_that_were_promised() -> None:
     assert [path.stem for path in RECIPES] == ["llama3_8b", "moonlight_16b_a3b", "qwen3_30b_a3b"]
     assert [path.stem for path in YAML_FILES] == [
-        "grpo_arithmetic",
         "grpo_hf",
         "grpo_hf_cpu",
         "one_gpu",
         "quickstart",
-        "xtoken",
-        "xtoken_teacher",
     ]
 
 

@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 from pages import PAGES
 from requirement_pins import pins
 
-from mcore_prefix_tree.mcore.compat import MAIN, MAIN_COMMIT, RELEASES
+from mcore_prefix_tree.mcore.release import MAIN, MAIN_COMMIT, RELEASES
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -50,15 +50,15 @@ def test_pinned_triton_is_the_one_torch_depends_on() -> None:
             assert requirement.name != "triton" or requirement.specifier.contains(pinned_version("triton"))
 
 
-# Compiled against a torch for CUDA: no test installs them, as docs/gpu.md explains.
-NOT_RUN = ("flash-attn", "transformer-engine")
+# Compiled against a torch for CUDA: no test installs it, as docs/gpu.md explains.
+NOT_RUN = ("transformer-engine",)
 
 
 def test_gpu_extras_are_on_their_page() -> None:
     """Each by its name, including those that were never run, and no removed extra."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     page = (ROOT / "docs" / "gpu.md").read_text()
-    for extra in ("gpu", "te", "flash"):
+    for extra in ("gpu", "te"):
         assert extra in extras
         assert f"| `{extra}` |" in page
         assert f"'.[{extra}]'" in page
@@ -321,7 +321,7 @@ def call_versions(script: str, path: Path | None, tested: str | None = None) -> 
     return subprocess.run(["/bin/bash", "-c", script, "call"], cwd=ROOT, env=variables, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize(("release", "fits"), [("0.19.2", True), ("0.18.2", False), ("main", True)])
+@pytest.mark.parametrize(("release", "fits"), [("0.19.2", True), ("0.16.1", False), ("main", True)])
 def test_checkout_of_a_version(release: str, fits: bool, tmp_path: Path) -> None:
     assert (call_versions(f"is_checkout_of {release}", checkout(tmp_path, 19)).returncode == 0) is fits
     assert call_versions(f"is_checkout_of {release}", None).returncode == 1

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import runpy
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SHELL = ["docs", "extras", "gpu_check", "quickstart", "same_steps", "test", "tritons", "versions"]
+SHELL = ["docs", "extras", "gpu_check", "quickstart", "same_steps", "test", "versions"]
 PYTHON = sorted(path.name for path in (ROOT / "scripts").glob("*.py"))
 
 
@@ -26,7 +24,7 @@ def run(*command: object, cwd: Path, **variables: str) -> subprocess.CompletedPr
 
 def test_every_script_is_tested() -> None:
     files = {path.name for path in (ROOT / "scripts").iterdir() if path.is_file()}
-    assert files == {*SHELL, *PYTHON, "patches"}
+    assert files == {*SHELL, *PYTHON}
 
 
 @pytest.mark.parametrize("option", ["--help", "-h"])
@@ -45,65 +43,12 @@ def test_help_of_a_shell_script_is_its_header(tmp_path: Path, name: str, option:
     assert not (tmp_path / "asked").exists()
 
 
-@pytest.mark.parametrize("name", ["docs", "extras", "tritons", "versions"])
+@pytest.mark.parametrize("name", ["docs", "extras", "versions"])
 def test_wrong_argument_is_reported_before_an_installation(tmp_path: Path, name: str) -> None:
     done = run(ROOT / "scripts" / name, "nope", cwd=tmp_path, PYTHON=f"{tmp_path}/no-python")
     assert (done.returncode, done.stdout) == (2, "")
     assert "nope" in done.stderr
     assert "Python" not in done.stderr
-
-
-PYTHON_OF_TRITONS = """#!/bin/sh
-case "$*" in
-*sys.version_info*) echo 3.12 ;;
-*hashlib*) cat >/dev/null; echo same ;;
-*"pip index versions triton"*) echo "triton ($NEWEST)" ;;
-*"pip install"*)
-    while [ "$1" != --target ]; do shift; done
-    mkdir -p "$2" && echo "$3" >>installed ;;
-*os.cpu_count*) echo 1 ;;
-*"-m pytest"*)
-    case $PYTHONPATH in *$FAILING/packages) echo "1 failed in 0.10s"; exit 1 ;; esac
-    echo "===== 9 passed in 0.10s =====" ;;
-esac
-"""
-
-
-def tritons(folder: Path, *words: str, newest: str = "", failing: str = "none") -> tuple[int, str, list[str]]:
-    """Run ``scripts/tritons`` with a Python that installs and tests nothing; what it installed is the last."""
-    shutil.copytree(ROOT / "scripts", folder / "scripts")
-    (folder / ".venv/bin").mkdir(parents=True)
-    (folder / ".venv/bin/python").write_text(PYTHON_OF_TRITONS)
-    (folder / ".venv/bin/python").chmod(0o755)
-    (folder / ".venv/bin/activate").write_text(f"PATH={folder}/.venv/bin:$PATH\n")
-    (folder / ".venv/installed-test").write_text("same\n")
-    for name in ("pyproject.toml", "requirements/base.txt", "requirements/test.txt"):
-        (folder / name).parent.mkdir(exist_ok=True)
-        shutil.copy(ROOT / name, folder / name)
-    done = run(folder / "scripts/tritons", *words, cwd=folder, PYTHON="", NEWEST=newest, FAILING=failing)
-    printed = done.stdout + done.stderr
-    assert (folder / "installed").exists(), printed
-    return done.returncode, printed, (folder / "installed").read_text().split()
-
-
-def test_tritons_adds_the_newest_of_the_index(tmp_path: Path) -> None:
-    code, printed, installed = tritons(tmp_path, newest="99.1.0")
-    assert code == 0, printed
-    assert installed[-1] == "triton==99.1.0"
-    assert len(installed) == 4
-    assert "is 99.1.0, for which the table was not made" in printed
-    assert re.findall(r"^(\S+) +passed +9 passed", printed, re.M) == [one.removeprefix("triton==") for one in installed]
-
-
-def test_tritons_fails_where_one_version_fails(tmp_path: Path) -> None:
-    """The others are still tested."""
-    code, printed, installed = tritons(tmp_path, failing="triton-3.7.1")
-    assert code == 1
-    assert "no package index answers" in printed
-    assert [one.removeprefix("triton==") for one in installed][:2] == ["3.6.0", "3.7.1"]
-    assert re.search(
-        r"^3.6.0 +passed +9 passed in 0.10s *\n3.7.1 +FAILED +1 failed in 0.10s *\n\S+ +passed", printed, re.M
-    )
 
 
 def test_help_behind_two_dashes_is_for_another_program(tmp_path: Path) -> None:
@@ -117,7 +62,7 @@ def test_help_of_a_python_script_changes_nothing(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In this process, which has imported most of their modules."""
-    wanted = [ROOT / "README.md", ROOT / "docs" / "attention_roofline.png", ROOT / "recipes" / "data"]
+    wanted = [ROOT / "README.md", ROOT / "recipes" / "data"]
     before = [path.stat().st_mtime_ns for path in wanted]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")

@@ -16,9 +16,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 from fault_cases import Case
-from fault_inputs import MEASURED, MESSAGES, RECIPE, ROWS, STEPS, TOOLS, lines, recipe_bytes
+from fault_inputs import MESSAGES, RECIPE, ROWS, STEPS, TOOLS, lines, recipe_bytes
 from fault_rules import RECIPE as RECIPE_RULES
-from fault_rules import costs_are_valid, lines_are_valid, metrics_are_valid, record_is_valid
+from fault_rules import lines_are_valid, metrics_are_valid, record_is_valid
 
 INSPECT = ("inspect", "data.jsonl", "--json")
 VALUES: list[Any] = [
@@ -58,7 +58,6 @@ def all_cases(bases: Path, seed: int = 18) -> list[Case]:
         *_recipe_text(rng),
         *_recipe_contradictions(),
         *_options(),
-        *_costs(rng),
         *_metrics(rng),
         *_checkpoints(rng, bases),
         *_outputs_and_inputs(),
@@ -216,12 +215,10 @@ def _text_of_lines(rng: random.Random) -> Iterator[Case]:
         ("plan", "data.jsonl", "--max-tokens", "64"),
         ("train", "recipe.yaml"),
         ("verify", "recipe.yaml"),
-        ("calibrate", "recipe.yaml", "--output", "cost.json"),
         ("bench", "step", "recipe.yaml", "--repeats", "1"),
         ("train", "recipe.yaml", "data.streaming=true"),
         ("train", "recipe.yaml", "data.streaming=true", "data.num_workers=0"),
         ("train", "recipe.yaml", "validation.path=data.jsonl", "data.path=other.jsonl"),
-        ("bench", "attention", "data.jsonl", "--predict", "h100", "--max-tokens", "64"),
     ):
         for name, content in (("an empty sample", bad), ("a cut file", good[:200]), ("an empty file", b"")):
             case = _lines_case(content, f"{name}, through {' '.join(command[:2])}", command)
@@ -589,7 +586,7 @@ def _recipe_text(rng: random.Random) -> Iterator[Case]:
     yield case("CRLF", good.replace(b"\n", b"\r\n"), names=(), is_valid=True)
     unknown = {**RECIPE, "x": 1}
     for command in (
-        *(("train", "recipe.yaml"), ("verify", "recipe.yaml"), ("calibrate", "recipe.yaml")),
+        *(("train", "recipe.yaml"), ("verify", "recipe.yaml")),
         *(("score", "recipe.yaml", "--output", "out.jsonl"), ("bench", "step", "recipe.yaml")),
         *(("inspect", "data.jsonl", "--model", "recipe.yaml"), ("plan", "data.jsonl", "--model", "recipe.yaml")),
     ):
@@ -691,7 +688,6 @@ def _zero(word: str) -> bool:
 def _options() -> Iterator[Case]:
     words = ("", "x", "-1", "0", "1.5", "1e3", "nan", "0x10", "--", "\u0663x")
     inspect, plan = ("inspect", "data.jsonl"), ("plan", "data.jsonl")
-    attention = ("bench", "attention", "data.jsonl", "--max-tokens", "64")
     numbers: list[tuple[Sequence[str], str, Callable[[str], bool]]] = [
         (inspect, "--trees", _zero),
         (inspect, "--global-batch-size", _no),
@@ -706,15 +702,10 @@ def _options() -> Iterator[Case]:
         (inspect, "--on-error", _no),
         (inspect, "--tokenizer", _no),
         (inspect, "--model", _no),
-        ((*plan, "--max-tokens", "64"), "--calibration", _no),
         ((*plan, "--max-tokens", "64"), "--plot", _no),
-        (("calibrate", "recipe.yaml"), "--repeats", _no),
         (("bench", "step", "recipe.yaml"), "--repeats", _no),
         (("score", "recipe.yaml", "checkpoint.save=nope", "--output", "o.jsonl"), "--teacher-top-k", _no),
         (("score", "recipe.yaml", "checkpoint.save=nope"), "--output", _no),
-        ((*attention, "--predict", "h100"), "--heads", _no),
-        (attention, "--predict", _no),
-        (("bench", "attention", "data.jsonl", "--predict", "h100"), "--max-tokens", _no),
     ]
     for command, option, rule in numbers:
         for word in words:
@@ -726,7 +717,7 @@ def _options() -> Iterator[Case]:
                 is_valid=rule(word),
                 base="plain",
             )
-    for command in ("train", "verify", "inspect", "plan", "calibrate", "score", "bench", "bench step", "nope"):
+    for command in ("train", "verify", "inspect", "plan", "score", "bench", "bench step", "nope"):
         words = command.split()
         reader = f"options of {words[0]}" if command != "nope" else "options of all"
         for rest in (["--nope"], ["recipe.yaml", "--nope"], ["-x"]):
@@ -775,20 +766,6 @@ def _changed_json(value: Any, values: Sequence[Any]) -> Iterator[tuple[str, Any]
                 holder = holder[step]
             del holder[path[-1]]
             yield f"without {'.'.join(map(str, path))}", changed
-
-
-def _costs(rng: Random) -> Iterator[Case]:
-    good = json.dumps(MEASURED).encode()
-    faults = [_mutated(rng, good) for _ in range(30)]
-    values = [None, True, 0, -1, "1", "x", [], {}, float("nan"), float("inf"), 1e-300, 10**400]
-    changed = [(name, json.dumps(one).encode()) for name, one in _changed_json(MEASURED, values)]
-    faults += rng.sample(changed, 60)
-    faults += [("empty", b""), ("binary", bytes(50)), ("deep", b"[" * 100_000), ("BOM", b"\xef\xbb\xbf" + good)]
-    for number, (name, content) in enumerate(faults):
-        through_plan = ("plan", "data.jsonl", "--max-tokens", "64", "--calibration", "cost.json")
-        command = through_plan if number % 6 else ("train", "recipe.yaml", "batch.calibration=cost.json")
-        is_valid, files = costs_are_valid(content), {"cost.json": content}
-        yield _case("cost files", name, command, ("cost.json",), is_valid=is_valid, base="cost", files=files)
 
 
 def _metrics(rng: Random) -> Iterator[Case]:

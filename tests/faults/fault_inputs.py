@@ -73,14 +73,6 @@ TOOLS: list[dict[str, Any]] = [
         "function": {"name": "find", "description": "Find.", "parameters": {"type": "object", "properties": {}}},
     }
 ]
-MEASURED = {
-    "measured": [
-        {"tokens": 609, "pairs": 147524, "seconds": 0.15, "scored": 126},
-        {"tokens": 1307, "pairs": 432003, "seconds": 0.41, "scored": 567},
-        {"tokens": 2595, "pairs": 1067974, "seconds": 0.88, "scored": 1192},
-        {"tokens": 855, "pairs": 365940, "seconds": 0.16, "scored": 24},
-    ]
-}
 STEPS = [{"iteration": 1, "loss": 4.0}, {"iteration": 2, "loss": 3.5, "grad_norm": None}]
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
@@ -118,7 +110,6 @@ def write_bases(folder: Path) -> None:
         "plain": plain,
         "chat": {"chat.jsonl": lines([{"messages": MESSAGES, "tools": TOOLS, "reward": 1.0}] * 2)},
         "gzip": {"data.jsonl.gz": gzip.compress(lines(ROWS * 20), mtime=0)},
-        "cost": {**plain, "cost.json": json.dumps(MEASURED).encode()},
         "metrics": {**plain, "metrics.jsonl": lines(STEPS)},
     }
     for name, files in bases.items():

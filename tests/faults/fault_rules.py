@@ -159,25 +159,6 @@ def lines_are_valid(content: bytes) -> bool:
     return found > 0
 
 
-def costs_are_valid(content: bytes) -> bool:
-    """Whether a file is output of ``calibrate``."""
-    try:
-        found = json.loads(content)
-        measured = found["measured"]
-        return (
-            isinstance(measured, list)
-            and len(measured) > 0
-            and all(
-                all(is_finite(one[name]) and one[name] > 0 for name in ("tokens", "pairs", "seconds"))
-                and is_finite(one.get("scored", 0))
-                and one.get("scored", 0) >= 0
-                for one in measured
-            )
-        )
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return False
-
-
 def metrics_are_valid(content: bytes) -> bool:
     """Whether a file holds a run's metrics: steps, the last perhaps cut short by a kill."""
     lines = content.split(b"\n")

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from fault_cases import ACCEPTED, REFUSED, Case, Runner, Table
-from fault_inputs import MEASURED, RECIPE, ROWS, lines, recipe_bytes
+from fault_inputs import RECIPE, ROWS, lines, recipe_bytes
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 pytestmark = pytest.mark.ci
@@ -359,25 +359,15 @@ def data(marker: Path) -> Iterator[Case]:
 
 
 def small_files(marker: Path) -> Iterator[Case]:
-    payload = pickle.dumps(Payload(marker))
-    tags = {**MEASURED, "py/reduce": [{"py/type": "os.system"}, [f"touch {marker}"]]}
+    tags = {"py/reduce": [{"py/type": "os.system"}, [f"touch {marker}"]]}
     for name, content in (
-        ("a pickle", payload),
+        ("a pickle", pickle.dumps(Payload(marker))),
         ("tags", json.dumps(tags).encode()),
         ("YAML", b"!!python/name:os.system"),
     ):
         yield Case(
-            name=f"cost file: {name}",
-            reader="cost and metrics files",
-            arguments=("plan", "data.jsonl", "--max-tokens", "64", "--calibration", "cost.json"),
-            base="cost",
-            files={"cost.json": content},
-            is_valid=name == "tags",
-            names=("cost.json",),
-        )
-        yield Case(
             name=f"metrics file: {name}",
-            reader="cost and metrics files",
+            reader="metrics files",
             arguments=("train", "recipe.yaml", "log.metrics=metrics.jsonl"),
             base="metrics",
             files={"metrics.jsonl": content + b"\n"},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from mcore_prefix_tree import TreeMetadata, fold
 from mcore_prefix_tree.attention import reference
 from mcore_prefix_tree.attention.api import BACKENDS, load_backend
 from mcore_prefix_tree.attention.auto import TreeShape, choose
-from mcore_prefix_tree.attention.cascade import CUDA_KERNELS, attention_through, refusal_through
 from mcore_prefix_tree.attention.parity import Question, error_limit, worst_rows
 
 # heads, key heads, D, W
@@ -30,19 +28,18 @@ DIMS = [
     (6, 2, 96, 96),
     (4, 2, 256, 256),
 ]
-METHODS = [*(name for name in BACKENDS if name not in ("cascade", "reference")), *(one.name for one in CUDA_KERNELS)]
-# Both sides round at other places, so their errors are two draws of one size. A cascade rounds its parts once more.
+METHODS = [name for name in BACKENDS if name not in ("cascade", "reference")]
+# Both sides round at other places, so their errors are two draws of one size.
 FACTOR = 1.2
 
 
 def method(name, case):
-    """The attention function of a back-end, or of the cascade through a kernel; skips unless it accepts the case."""
-    kernels = {kernel.name: kernel for kernel in CUDA_KERNELS}
-    backend = None if name in kernels else load_backend(name)
-    refusal = refusal_through(kernels[name], case) if backend is None else backend.refusal(case)
+    """The attention function of a back-end; skips unless it accepts the case."""
+    backend = load_backend(name)
+    refusal = backend.refusal(case)
     if refusal is not None:
         pytest.skip(f"{name} does not support {refusal}")
-    return partial(attention_through, kernels[name]) if backend is None else backend.attention
+    return backend.attention
 
 
 def on_gpu(metadata, case, seed=0):

@@ -59,9 +59,9 @@ class _DoubleTorch(ModuleType):
 
 def _modules_of_sparse_attention() -> list[ModuleType]:
     """Upstream's modules that name fp32 as the dtype of masks and sums, and compare it."""
-    from mcore_prefix_tree.mcore.layer_names import has_sparse_attention
+    from mcore_prefix_tree.mcore.release import HAS_SPARSE_ATTENTION
 
-    if not has_sparse_attention():
+    if not HAS_SPARSE_ATTENTION:
         return []
     from megatron.core.transformer.experimental_attention_variant import dsa, dsa_masking
 

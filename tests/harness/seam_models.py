@@ -270,12 +270,14 @@ REFUSED_SETTINGS: list[dict[str, Any]] = [
     {"overlap_moe_expert_parallel_comm": True},
     {"enable_mhc_connections": True},
     {"mtp_num_layers": -1},
+    {"mtp_num_layers": 1_000_000},
 ]
 REFUSED_EXPERT_SETTINGS: list[dict[str, Any]] = [
     {"moe_router_load_balancing_type": "sinkhorn"},
     {"moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]},
     {"moe_expert_capacity_factor": 1.25},
     {"moe_expert_capacity_factor": 2.0, "moe_pad_expert_input_to_capacity": True},
+    {"moe_router_topk": 65},
     {"moe_input_jitter_eps": 0.01},
     {"moe_router_load_balancing_type": "quantile_balancing"},
     {"moe_router_force_load_balancing": True},

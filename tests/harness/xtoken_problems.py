@@ -21,7 +21,6 @@ from mcore_prefix_tree.logprob import Edges, Head, head_block_losses
 from mcore_prefix_tree.xtoken.fold import Chunks, Side
 from mcore_prefix_tree.xtoken.losses import (
     ChunkTerms,
-    Endings,
     LossSettings,
     Part,
     Vocabularies,
@@ -157,10 +156,6 @@ def reference_terms(
         elif settings.mode in ("gold", "h_kl"):
             both = reference.gold(x, z, pairs, temperature=t, reverse=settings.reverse, tail=settings.tail)
             term = both[0] + both[1]
-        elif settings.mode == "partition_kl":
-            is_single = len(x) == len(z) == 1
-            ends = pairs if is_single else reference.outcomes(chunk, task.student_bytes, task.teacher_bytes)
-            term = reference.partition_kl(x, z, chunk, ends)
         elif settings.mode == "alm":
             term = reference.alm(x, z, chunk, theta=settings.theta)
         else:
@@ -224,7 +219,6 @@ def product_terms(
         teacher_rows=rows[1],
         student_limit=limit,
         teacher_limit=limit,
-        endings=Endings(task.student_bytes, task.teacher_bytes) if settings.reads.token_bytes else None,
     )
     teacher_head = head_of(len(rows[1]), parts[1].borders[rank], group)
     asked = teacher_logits(task.teacher[0], weights[1], teacher_head, blocks)
@@ -272,7 +266,6 @@ SETTINGS = {
     "gold": LossSettings(mode="gold", temperature=2.0),
     "gold reverse, tail 3": LossSettings(mode="gold", reverse=True, tail=3),
     "h_kl": LossSettings(mode="h_kl"),
-    "partition_kl": LossSettings(mode="partition_kl"),
     "alm": LossSettings(mode="alm"),
     "alm tempered": LossSettings(mode="alm", theta=2.5),
     "uld": LossSettings(mode="uld"),

@@ -82,38 +82,6 @@ def gold(
     return kl, (sorted_left[0] - sorted_left[1]).abs().sum()
 
 
-def outcomes(chunk: Chunk, student_bytes: Tokens, teacher_bytes: Tokens) -> list[tuple[int, int]]:
-    """Last tokens (student's, teacher's) that end the chunk in the same bytes after the prefix that is realised."""
-    if len(chunk.student) > 1 and len(chunk.teacher) > 1:
-        return [(chunk.student_tokens[-1], chunk.teacher_tokens[-1])]
-    before_s = b"".join(student_bytes[t] or b"" for t in chunk.student_tokens[:-1])
-    before_t = b"".join(teacher_bytes[t] or b"" for t in chunk.teacher_tokens[:-1])
-    found = []
-    for s, own in enumerate(student_bytes):
-        for t, other in enumerate(teacher_bytes):
-            if own and other and before_s + own == before_t + other:
-                found.append((s, t))
-    return found
-
-
-def partition_kl(
-    student: torch.Tensor, teacher: torch.Tensor, chunk: Chunk, found: Sequence[tuple[int, int]]
-) -> torch.Tensor:
-    """The KL over the outcomes that both sides have and one REST, of one chunk."""
-    sides = []
-    for logits, tokens, column in (
-        (student, chunk.student_tokens, [s for s, _ in found]),
-        (teacher, chunk.teacher_tokens, [t for _, t in found]),
-    ):
-        logp = torch.log_softmax(logits, dim=1)
-        before = logp[range(len(tokens) - 1), list(tokens[:-1])].sum()
-        known = before + logp[-1, column]
-        rest = (1 - known.exp().sum()).clamp(min=FLOOR).log()
-        sides.append(torch.cat([known, rest[None]]))
-    a, b = sides
-    return (b.exp() * (b - a)).sum()
-
-
 def alm(student: torch.Tensor, teacher: torch.Tensor, chunk: Chunk, *, theta: float = 1.0) -> torch.Tensor:
     """The binary cross-entropy of the chunk's likelihoods."""
     likelihoods = []

@@ -10,21 +10,26 @@ import hashlib
 import itertools
 import os
 import re
+import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 from mcore_prefix_tree.attention.backend_options import AttentionOptions, Case
 from mcore_prefix_tree.attention.chosen_keys.index_scores import LAUNCH, LAUNCH_FP32, STAGES, index_kernel
 from mcore_prefix_tree.attention.triton_tree.backward import delta_kernel, key_value_kernel, query_kernel
-from mcore_prefix_tree.attention.triton_tree.config import UP_TO, configs_for, rounded
+from mcore_prefix_tree.attention.triton_tree.config import UP_TO, Launch, configs_for, part, rounded
 from mcore_prefix_tree.attention.triton_tree.forward import forward_kernel
-from mcore_prefix_tree.attention.triton_tree.kernel_calls import ROW_SUMS
-from mcore_prefix_tree.bench.predicted_attention import compile_kernel, compile_source, disassemble
+from mcore_prefix_tree.attention.triton_tree.kernel_calls import ROW_SUMS, kv_heads_at_once
 from mcore_prefix_tree.logprob.softmax_kernels import COLUMNS, EDGES, WARPS
 
 # Largest shared memory of one program, in bytes: CUDA C++ Programming Guide, compute capabilities.
@@ -33,6 +38,10 @@ SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 
 MATRIX_INSTRUCTION = {
     80: "mma.sync", 86: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync",
 }  # fmt: skip
+# Types of the kernels' arguments: of tensors, other pointers and scalars; all others are int32.
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+POINTERS = {"lse": "fp32", "delta": "fp32", "sinks": "bf16", "end": "i32", "position": "i32", "schedule": "i32"}
+SCALARS = {"scale": "fp32", "softmax_scale": "fp32"}
 KERNELS = ("forward", "row_sums", "key_value", "query")
 OPTIONS = {
     "plain": {},
@@ -217,6 +226,72 @@ def main(architectures):
             fits = fits and (found.matrix_instructions > 0 or not found.multiplies) and not found.serialized
             fits = fits and found.multiplied in (found.needed, 0)
             print(architecture, f"{head_dim}/{value_dim}", which, name, "" if fits else "FAULT", found, flush=True)
+
+
+def compile_kernel(
+    kernel: Any, case: Case, launch: Launch, *, engine: bool, absent: Sequence[str] = (), architecture: int
+):
+    """Compile a kernel for a compute capability, times ten, without a GPU; ``absent`` arguments are None."""
+    head_dim, value_dim = case.head_dim, case.value_dim
+    rows, columns, widest = launch.query_block, launch.key_block, launch.widest
+    tiles = {
+        "query": (rows, head_dim), "key": (columns, head_dim), "value": (columns, value_dim), "out": (rows, value_dim),
+        "grad_out": (rows, value_dim), "grad_key": (columns, head_dim), "grad_value": (columns, value_dim),
+        "grad_query": (rows, head_dim),
+    }  # fmt: skip
+    partial = {"partial_key": (columns, head_dim), "partial_value": (columns, value_dim)}
+    constants: dict[str, int | None] = {
+        "KV_HEADS_AT_ONCE": kv_heads_at_once(case.kv_heads), "GROUP": case.heads // case.kv_heads,
+        "HEAD_DIM": head_dim, "VALUE_DIM": value_dim,
+        "HEAD_PART": part(head_dim, widest), "VALUE_PART": part(value_dim, widest),
+        "BLOCK_M": rows, "BLOCK_N": columns, "STAGES": launch.stages, "ENGINE": engine,
+        "LISTED": case.options.window is not None,
+    }  # fmt: skip
+    constants |= dict.fromkeys(absent)
+    constants |= {name: None for name in ("window", "sinks") if getattr(case.options, name) is None}
+
+    def kind_of(name: str):
+        if name in constants:
+            return "constexpr"
+        if name not in tiles | partial:
+            return f"*{POINTERS[name]}" if name in POINTERS else SCALARS.get(name, "i32")
+        dtype = "fp32" if name in partial else DTYPES[case.dtype]
+        block, width = (tiles | partial)[name]
+        if engine:
+            return f"tensordesc<{dtype}[1, {block}, {part(width, widest)}]>"
+        return "*fp32" if name in partial else (f"*{dtype}", "i32", "i32")
+
+    signature = {name: kind_of(name) for name in kernel.arg_names}
+    aligned: list[tuple[int, ...]] = []
+    for place, kind in enumerate(signature.values()):
+        if isinstance(kind, tuple):
+            aligned += [(place, part) for part in range(3)]
+        elif kind.startswith("*"):
+            aligned.append((place,))
+    return compile_source(kernel, signature, constants, aligned, launch.warps, architecture)
+
+
+def compile_source(
+    kernel: Any, signature: dict[str, Any], constants: dict[str, Any], aligned: Any, warps: int, architecture: int
+):
+    """Return a kernel compiled for a GPU that is not here; 16 bytes divide the arguments at the ``aligned`` paths."""
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={name: value for name, value in constants.items() if name in kernel.arg_names},
+        attrs={path: [["tt.divisibility", 16]] for path in aligned},
+    )
+    target = GPUTarget("cuda", architecture, 32)
+    return triton.compile(source, target=target, options={"num_warps": warps, "enable_fp_fusion": True})
+
+
+def disassemble(cubin: bytes, tool: str, option: str) -> str:
+    """Return what one of the CUDA tools that come with Triton prints about machine code."""
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([tools / tool, option, file.name], capture_output=True, text=True, check=True).stdout
 
 
 if __name__ == "__main__":

@@ -19,8 +19,6 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from mcore_prefix_tree.attention import fa4
-from mcore_prefix_tree.attention.cascade.cascade import attention_through
-from mcore_prefix_tree.attention.cascade.kernels import CpuFlash
 from mcore_prefix_tree.attention.chosen_keys import choose_keys, index_scores, score_by_kernel
 from mcore_prefix_tree.attention.triton_tree import attend, backward, forward
 from mcore_prefix_tree.logprob import softmax, softmax_kernels
@@ -130,31 +128,6 @@ def test_launch_without_a_device_guard_is_detected(machine):
     with mock.patch.object(torch.cuda, "device_of", return_value=contextlib.nullcontext()):
         attend(*inputs, metadata, options_of(inputs), small_configs())
     assert machine.launches == [("forward_kernel", 0, 100)]
-
-
-class Recorded(CpuFlash):
-    """A varlen kernel that records the current device of its calls."""
-
-    def __init__(self, machine):
-        self.machine, self.devices = machine, []
-
-    def forward(self, *given):
-        self.devices.append(self.machine.current)
-        return super().forward(*given)
-
-    def backward(self, *given):
-        self.devices.append(self.machine.current)
-        return super().backward(*given)
-
-
-def test_every_call_of_a_cascade(machine):
-    metadata = metadata_of([40, 10, 15], [-1, 0, 0], padding=3)
-    inputs = [one.detach().float().requires_grad_() for one in inputs_of(metadata)]
-    kernel = Recorded(machine)
-    out = attention_through(kernel, *inputs, metadata, options_of(inputs))
-    torch.autograd.grad(out, inputs, torch.ones_like(out))
-    assert len(kernel.devices) == 4
-    assert set(kernel.devices) == {SECOND}
 
 
 def test_flash_attention_4(machine, tmp_path, monkeypatch):

@@ -26,7 +26,8 @@ from harness.seam_models import (
 from harness.seam_runs import FP32_INSIDE, MOE, assert_same_gradients, score_alone, sft_step, take_gradients
 
 from mcore_prefix_tree import Sample, fold
-from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_DELTA_NET, HAS_HYBRID_MODEL, NEEDS_NEWER
+from mcore_prefix_tree.mcore.release import HAS_DELTA_NET, HAS_HYBRID_MODEL
+from mcore_prefix_tree.mcore.seam.hybrid_layers import NEEDS_NEWER
 from mcore_prefix_tree.mcore.seam.levels import Levels
 
 if not HAS_HYBRID_MODEL:

@@ -35,8 +35,9 @@ from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.forward_step import forward_step, tree_forward, with_rows
 from mcore_prefix_tree.mcore.engine.tree_losses import make_hook
 from mcore_prefix_tree.mcore.outputs import make_readout
+from mcore_prefix_tree.mcore.release import HAS_HYBRID_MODEL
 from mcore_prefix_tree.mcore.seam.experts import Multiplicity
-from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL, NEEDS_NEWER
+from mcore_prefix_tree.mcore.seam.hybrid_layers import NEEDS_NEWER
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.objectives import Objective, add_means, make_objective
 from mcore_prefix_tree.objectives.metrics import NO_SAMPLE

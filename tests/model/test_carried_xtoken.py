@@ -30,8 +30,7 @@ FP64 = 1e-12
 BOTH = texts()
 SETTINGS = {
     "p_kl": {"mode": "p_kl", "top_k": 9, "ce_weight": 0.3},
-    "alm": {"mode": "alm", "scaling": "dynamic"},
-    "partition_kl": {"mode": "partition_kl", "ce_weight": 0.5},
+    "alm": {"mode": "alm", "ce_weight": 0.4},
     "gold": {"mode": "gold", "temperature": 2.0},
 }
 

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
-import signal
-import stat
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -76,45 +71,6 @@ def test_file_of_another_run_is_rejected(job: Path, folder: Path, name: str) -> 
     assert f"{name} changed after this checkpoint was written" in result.output.replace("\n", "")
 
 
-@contextmanager
-def ended_within(seconds: int) -> Iterator[None]:
-    def give_up(*_: object) -> None:
-        raise AssertionError("it waits")
-
-    before = signal.signal(signal.SIGALRM, give_up)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def put_socket(path: Path) -> None:
-    os.mknod(path, stat.S_IFSOCK | 0o600)
-
-
-@pytest.mark.parametrize("put", [os.mkfifo, put_socket, lambda path: path.symlink_to("/dev/zero")])
-def test_special_files_are_rejected_without_waiting(job: Path, folder: Path, put: Callable[[Path], Any]) -> None:
-    run = folder.parent
-    names = [path for path in sorted(run.rglob("*")) if path.is_file()]
-    assert len(names) >= 6
-    for path in {*names, folder / "common.pt"}:  # which Megatron writes until 0.18
-        content = path.read_bytes() if path.exists() else None
-        path.unlink(missing_ok=True)
-        put(path)
-        with ended_within(60):
-            result, scored = score(job, run)
-            resumed = run_command("train", job, "--resume", f"checkpoint.save={run}")
-        for done in (result, resumed):
-            (line,) = done.stderr.splitlines()
-            assert line == f"error: {path}: is not a regular file; put the file itself there", path
-        assert scored is None
-        path.unlink()
-        if content is not None:
-            path.write_bytes(content)
-
-
 def test_missing_file_is_named(job: Path, folder: Path) -> None:
     (folder / "__0_10.distcp").unlink()
     result, _ = score(job, folder.parent)
@@ -152,6 +108,7 @@ OTHER_FUNCTIONS = [
 DOORS = {
     "score": lambda job, run: ["score", job, f"checkpoint.save={run}", "--output", f"{job.parent}/scored.jsonl"],
     "pretrained": lambda job, run: ["train", job, f"checkpoint.pretrained_checkpoint={run}", "train_iters=2"],
+    "resume": lambda job, run: ["train", job, f"checkpoint.save={run}", "train_iters=3", "--resume"],
 }
 
 
@@ -165,6 +122,15 @@ def test_weights_of_another_function_are_rejected(job: Path, folder: Path, door:
     assert f"and this recipe has {value}" in result.output.replace("True", "true").replace("False", "false").replace(
         "0.001", "1e-3"
     )
+
+
+def test_weights_of_other_shapes_name_the_changed_settings(job: Path, folder: Path) -> None:
+    """The recipe left the size to Megatron, so the settings alone do not contradict each other."""
+    result = run_command(*DOORS["resume"](job, folder.parent), "model.kv_channels=6")
+    assert result.exit_code in (1, 2)
+    said = " ".join(result.output.split())
+    assert "does not fit this recipe's model" in said
+    assert "changed since it was saved: model.kv_channels None -> 6" in said.rpartition("error:")[2]
 
 
 def test_setting_that_keeps_the_function_is_accepted(job: Path, folder: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from harness.fla_in_torch import RULE, fla_in_torch
 from harness.in_double import kept_double
 
-from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_DELTA_NET
+from mcore_prefix_tree.mcore.release import HAS_DELTA_NET
 from mcore_prefix_tree.mcore.seam.levels import Levels
 
 if not HAS_DELTA_NET:

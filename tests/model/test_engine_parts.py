@@ -278,19 +278,7 @@ def test_training_ends_with_the_bound(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
     at = lines.index("forward and backward of one batch, in one process")
-    assert lines[at + 1].split() == ["tokens", "seconds", "CPU", "s", "slower", "peak", "memory"]
+    assert lines[at + 1].split() == ["tokens", "seconds", "CPU", "s", "folded", "is", "by", "CPU", "peak", "memory"]
     ways = [" ".join(line.split()[: 1 if line.startswith("folded") else 2]) for line in lines[at + 2 : at + 6]]
     assert ways == ["folded", "unfolded, packed", "unfolded, small", "unfolded, stock"]
-    factor, percent = r"\d+\.\d\dx", r"\d+%"
-    shapes = [
-        rf"folded is {factor} as fast as the fastest unfolded way",
-        r"3 rounds +faster +range +bound +of its bound +range *",
-        *(
-            rf"{clock} +{factor} +{factor} to {factor} +{factor} +{percent} +{percent} to {percent} *"
-            for clock in ("time", "CPU time")
-        ),
-        r"the bound: the least seconds of each part unfolded, over its ratio",
-        *(rf"  {part} {factor}, \d+\.\d% of the least seconds folded" for part in Parts._fields),
-    ]
-    for line, shape in zip(lines[at + 6 : at + 6 + len(shapes)], shapes, strict=True):
-        assert re.fullmatch(shape, line), (shape, line)
+    assert re.fullmatch(r"sharing can give at most \d+\.\d\dx; \d+% of it, by CPU time", lines[at + 6])

@@ -80,6 +80,37 @@ def test_samples_that_share_nothing_are_exact():
         assert all(worst(row, unfolded_logprobs(model, one)) < 1e-12 for row, one in zip(folded, samples, strict=True))
 
 
+def in_region(dtype, run, model):
+    """Values of a run and all gradients of a weighted sum, in a region of autocast unless ``dtype`` is None."""
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+        values = run(model)
+    grads = gradients(model, loss_of(values, 0))
+    return torch.cat([*values, *(grad.flatten() for _, grad in sorted(grads.items()))]).detach().double()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", MODELS)
+def test_autocast_is_as_close_to_single_precision_as_unfolded(name, dtype):
+    samples, folds = forest(5), tiny(name).float()
+    stock = tiny(name).float()
+    stock.set_attn_implementation("eager" if name in ("gemma3", "gpt_oss") else "sdpa")
+    backend = "auto" if name in ("llama", "qwen3") else "reference"
+
+    def unfolded(model):
+        return [unfolded_logprobs(model, sample) for sample in samples]
+
+    def folded(model):
+        return sample_logprobs(model, fold(samples), backend=backend)
+
+    expected = in_region(None, unfolded, stock)
+    assert (in_region(None, folded, folds) - expected).norm() < 1e-5 * expected.norm()
+    error = (in_region(dtype, unfolded, stock) - expected).norm()
+    assert 0 < (in_region(dtype, folded, folds) - expected).norm() <= 3 * error
+    with torch.autocast("cpu", dtype=dtype), torch.autocast("cpu", enabled=False):
+        inside = folded(folds)
+    assert all(map(torch.equal, inside, folded(folds)))
+
+
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable")
 def test_recomputed_layers_are_given_the_tree_of_their_batch():
     model = tiny("llama").train()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 transformers = pytest.importorskip("transformers")
 from harness.transformers_models import SMALL, InDouble, Noisy, gradients  # noqa: E402
 
-from mcore_prefix_tree.integrations.trl import LogFolding, fold_backbone  # noqa: E402
+from mcore_prefix_tree.integrations.trl import LogFolding, fold_backbone, read_rows  # noqa: E402
 
 PAD = 0
 SIZES = SMALL | {"pad_token_id": PAD, "attn_implementation": "sdpa"}
@@ -69,8 +69,18 @@ def rows_of_padded(model, rows, **layout):
     return [logits[at, list(places)] for at, places in enumerate(columns) if len(places)]
 
 
-def rows_of_packed(model, rows):
-    return list(model(**packed(rows)).logits[0].split([len(row) for row in rows if row]))
+def rows_of_packed(model, rows, call=packed):
+    return list(model(**call(rows)).logits[0].split([len(row) for row in rows if row]))
+
+
+def collated(**settings):
+    """Rows in a call as Transformers' collator of padding-free batches makes it; it does not say ``use_cache``."""
+    collate = transformers.DataCollatorWithFlattening(**{"return_position_ids": False} | settings)
+
+    def call(rows):
+        return collate([{"input_ids": row} for row in rows]) | {"labels": None}
+
+    return lambda model, rows: rows_of_packed(model, rows, call)
 
 
 def unfolded_rows(model, rows):
@@ -105,6 +115,9 @@ CALLS = {
     "right padding": rows_of_padded,
     "left padding": lambda model, rows: rows_of_padded(model, rows, side="left", extra=2),
     "padding-free": rows_of_packed,
+    "borders only": collated(return_flash_attn_kwargs=True),
+    "numbers of rows only": collated(return_seq_idx=True),
+    "all of them": collated(return_flash_attn_kwargs=True, return_seq_idx=True, return_position_ids=True),
 }
 
 
@@ -133,6 +146,39 @@ def test_random_rows_equal_each_row_by_itself(rows, call):
         MODELS["folds"] = fold_backbone(make(), least_fold_ratio=1.0)
     shares = len({row[0] for row in rows if row}) < sum(map(bool, rows))
     assert_exact(MODELS["stock"], MODELS["folds"], rows, CALLS[call], folded=shares)
+
+
+@given(
+    st.lists(st.integers(0, 4), min_size=1, max_size=4).filter(any),
+    st.lists(st.integers(0, 4), min_size=1, max_size=4),
+    st.sampled_from(["cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"]),
+    st.sampled_from(["position_ids", "cu_seq_lens_q", "seq_idx", "attention_mask"]),
+    st.sampled_from([torch.int32, torch.int64]),
+)
+def test_arguments_give_the_same_rows_or_are_refused(lengths, others, name, beside, dtype):
+    """In calls of one batch row, and of two if a mask gives the rows."""
+
+    def give(name, lengths):
+        if name == "position_ids":
+            return torch.cat([torch.arange(length) for length in lengths])[None]
+        if name == "seq_idx":
+            return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None].to(dtype)
+        return torch.tensor([0, *lengths], dtype=dtype).cumsum(0)
+
+    lengths = [length for length in lengths if length]
+    call = {"input_ids": torch.ones(1, sum(lengths), dtype=torch.long), beside: give(beside, lengths)}
+    if beside == "attention_mask":
+        call = {name: padded([[1] * length for length in lengths])[0][name] for name in ("input_ids", beside)}
+    if name == "seq_idx" and (beside == "attention_mask" or sum(others) != sum(lengths)):
+        return
+    borders = {key: value for key, value in call.items() if key not in ("input_ids", "attention_mask", "position_ids")}
+    arguments = [call["input_ids"], call.get("attention_mask"), call.get("position_ids")]
+    if name != beside and [length for length in others if length] != lengths:
+        with pytest.raises(ValueError, match=f"{name} must rise|(cu_seq_lens_.|seq_idx) contradicts"):
+            read_rows(*arguments, borders | {name: give(name, others)})
+        others = lengths
+    rows = read_rows(*arguments, borders | {name: give(name, others if name != beside else lengths)})
+    assert rows.length.tolist() == lengths
 
 
 def test_calls_that_share_nothing_reach_the_stock_model_as_they_are():
@@ -263,6 +309,10 @@ def lose_the_tree(model):
     )
 
 
+def borders(*at):
+    return {"cu_seq_lens_q": torch.tensor(at, dtype=torch.int32)}
+
+
 GAP = torch.tensor([[1, 0, 1]] * 2)
 REFUSED_CALLS = {
     r"layers\.1\.self_attn has attention_dropout=0\.1": (rate("model.layers.1.self_attn", "attention_dropout"), {}),
@@ -275,6 +325,13 @@ REFUSED_CALLS = {
     "does not support token_type_ids": (None, {"token_type_ids": torch.ones(2, 3)}),
     r"attention_mask of shape \[2, 1, 3, 3\]": (None, {"attention_mask": torch.ones(2, 1, 3, 3)}),
     r"position_ids of shape \[3, 2, 3\]": (None, {"position_ids": torch.ones(3, 2, 3)}),
+    "cu_seq_lens_q must rise from 0 to .*, 6, not": (None, borders(0, 3, 7)),
+    r"cu_seq_lens_q must rise.*not \[0 5 3 6\]": (None, borders(0, 5, 3, 6)),
+    "cu_seq_lens_k contradicts.* at token 3; give the same": (None, borders(0, 3, 6) | {"cu_seq_lens_k": [0, 6]}),
+    "cu_seq_lens_q contradicts.* at token 3;": (None, borders(0, 4, 6)),
+    "max_length_q=2 contradicts.* a row has 3 tokens": (None, borders(0, 3, 6) | {"max_length_q": 2}),
+    "seq_idx contradicts.* at token 4": (None, borders(0, 3, 6) | {"seq_idx": torch.tensor([[0, 0, 0], [1, 2, 2]])}),
+    r"seq_idx of shape \[6\]": (None, {"seq_idx": torch.arange(6)}),
     "row 0 has gaps in its attention_mask": (None, {"attention_mask": GAP}),
     "row 1 has gaps": (
         None,

@@ -13,9 +13,8 @@ import megatron
 import pytest
 
 from mcore_prefix_tree.arguments.refusals import ArgumentError
-from mcore_prefix_tree.mcore import compat
 from mcore_prefix_tree.mcore.megatron_lm.command_line import add_prefix_tree_args
-from mcore_prefix_tree.mcore.probe import MegatronCoreError
+from mcore_prefix_tree.mcore.release import MegatronCoreError
 
 ADAPTER = "mcore_prefix_tree.mcore.megatron_lm.pretrain_forms"
 Load = Callable[..., Any]
@@ -77,7 +76,6 @@ CORE_019 = (
 def test_every_form_gets_the_same(load: Load, signature: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pretrain, seen = recorder(signature)
     adapter = load(pretrain)
-    monkeypatch.setattr(compat, "MEGATRON_LM", ())
     adapter.check_megatron_lm()
     adapter.run_pretrain("datasets", "model", "step")
     given = ("train_valid_test_dataset_provider", "model_provider", "forward_step_func")

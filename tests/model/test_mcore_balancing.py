@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.added_losses import AddedLosses
 from harness.folded_jobs import counting_exactly, in_one_row
 from harness.in_double import kept_double
 from harness.seam_models import EXPERTS, RECOMPUTE, branching_samples, tiny_config, twins
@@ -16,7 +17,7 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from packed_calls import packed, rows_of
 
-from mcore_prefix_tree import TreeMetadata, fold
+from mcore_prefix_tree import Sample, TreeMetadata, fold
 from mcore_prefix_tree.mcore import MicroBatch, fold_inside, tree_forward
 from mcore_prefix_tree.mcore.packed import fold_check
 from mcore_prefix_tree.mcore.seam.experts import Multiplicity, TreeRouterMixin, balancing_by_sample
@@ -171,6 +172,27 @@ def test_the_first_check_leaves_the_global_loss_out(monkeypatch):
         fold_inside(twins(config)[1].train(), check_first=True)(**call)
 
 
+@pytest.mark.parametrize("per_token", [True, False])
+@pytest.mark.parametrize("kind", ["aux loss", "sequence aux loss", "z-loss", "all"])
+def test_inside_a_trainers_model_losses_are_what_its_schedule_divides(kind, per_token):
+    """The papers' losses of each row: times its tokens for a trainer that divides by tokens, else their mean."""
+    of_papers = {"moe_router_score_function": "sigmoid", "moe_router_dtype": "fp64", "moe_router_bias_update_rate": 0.0}
+    config = tiny_config(**EXPERTS | KINDS[kind] | of_papers, calculate_per_token_loss=per_token)
+    stock, tree = twins(config)
+    added = AddedLosses(stock.eval(), vars(config))
+    rows, total = rows_of(branching_samples()), 0.0
+    with kept_double():
+        for row in rows:
+            stock(torch.as_tensor(row)[None], torch.arange(len(row))[None], None)
+            total = total + len(row) * added.take()
+        (total if per_token else total / sum(map(len, rows))).backward()
+        (0.0 * fold_inside(tree.train())(**packed(rows))).sum().backward()
+    wanted = {name: one.grad for name, one in stock.named_parameters() if one.grad is not None}
+    found = {name: one.grad for name, one in tree.named_parameters() if name in wanted}
+    assert any("router" in name for name in wanted)
+    assert_equal(found, wanted, 1e-12)
+
+
 @pytest.mark.parametrize("kind", ["aux loss", "sequence aux loss", "z-loss"])
 def test_balancing_does_not_depend_on_how_a_step_is_cut(kind):
     _, tree = twins(tiny_config(**EXPERTS, **KINDS[kind]))
@@ -212,6 +234,24 @@ def test_counts_of_a_branching_forest():
     assert torch.equal(counts.of_token, expected)
     assert counts.logical_tokens == layout.logical_tokens
     assert counts.lengths.tolist() == [len(sample.tokens) for sample in branching_samples()]
+
+
+@pytest.mark.parametrize("samples", [branching_samples(), [Sample(tokens=range(n)) for n in range(1, 1200)]])
+def test_sums_of_samples_are_those_of_their_tokens(samples):
+    """Sums over paths of any depth, and their gradients, whatever padding holds."""
+    layout = fold(samples)
+    layout = fold(samples, padded_size=layout.physical_tokens + 3)
+    counts = Multiplicity.of(TreeMetadata.from_layout(layout))
+    values = torch.randn(layout.padded_size, 2, dtype=torch.float64)
+    values[layout.physical_tokens :] = torch.inf
+    values.requires_grad_()
+    weights = torch.randn(len(samples), 2, dtype=torch.float64)
+    paths = [torch.as_tensor(layout.sample_tokens(at)).long() for at in range(len(samples))]
+    expected = torch.stack([values[path].sum(0) for path in paths])
+    found = counts.sum_by_sample(counts.node, values)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    wanted, got = (torch.autograd.grad((sums * weights).sum(), values)[0] for sums in (expected, found))
+    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_experts_that_are_not_balanced_count_nothing():

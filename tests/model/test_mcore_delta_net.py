@@ -35,7 +35,7 @@ from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.mcore import with_prefix_tree
 from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
 from mcore_prefix_tree.mcore.outputs import WeightedSum
-from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_DELTA_NET
+from mcore_prefix_tree.mcore.release import HAS_DELTA_NET
 from mcore_prefix_tree.mcore.seam.levels import Levels
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.seam.tree_layers import follow_trees

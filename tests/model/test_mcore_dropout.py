@@ -15,7 +15,10 @@ from mcore_prefix_tree.layout import fold
 from mcore_prefix_tree.mcore import fold_inside, with_prefix_tree
 from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
 from mcore_prefix_tree.mcore.packed import FoldCheckError
+from mcore_prefix_tree.mcore.seam import tree_layers
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.seam.tree_layers import follow_trees
+from mcore_prefix_tree.utils import randomness
 
 pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
 
@@ -90,6 +93,27 @@ def test_rates_that_a_layer_reads_are_refused(door: Any) -> None:
     model.decoder.layers[2].hidden_dropout = 0.2
     with pytest.raises(NotImplementedError, match=r"decoder\.layers\.2 has hidden_dropout=0\.2"):
         call()
+
+
+@pytest.mark.parametrize("door", [inside, step])
+@pytest.mark.parametrize("place", ["decoder.layers.1", "decoder.layers.2.self_attention.core_attention", "mlp.router"])
+def test_modules_that_are_exchanged_later_are_refused(door: Any, place: str) -> None:
+    """After a first call, which found nothing, modules are searched again only if one was put into another."""
+    experts = {"num_moe_experts": 2, "moe_ffn_hidden_size": 32, "moe_router_load_balancing_type": "none"}
+    model, stock = (build(config, local_spec(config)) for config in [tiny_config(**experts)] * 2)
+    path = f"decoder.layers.1.{place}" if place == "mlp.router" else place
+    follow_trees(model)
+    call = door(model)
+    call()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tree_layers, "_stock_in", None)
+        patch.setattr(randomness, "_walk", None)
+        call()
+    model.set_submodule(path, stock.get_submodule(path))
+    with pytest.raises(NotImplementedError, match="does not follow a tree"):
+        call()
+    follow_trees(model)
+    call()
 
 
 @pytest.mark.parametrize("recompute", [{}, {"recompute_granularity": "full", "recompute_method": "uniform"}])

@@ -13,7 +13,7 @@ from harness.seam_runs import SPARSE
 
 from mcore_prefix_tree import fold
 from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
-from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_SPARSE_ATTENTION
+from mcore_prefix_tree.mcore.release import HAS_SPARSE_ATTENTION
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 
 if not HAS_SPARSE_ATTENTION:

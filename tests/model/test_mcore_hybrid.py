@@ -31,7 +31,8 @@ from harness.seam_runs import (
 from mcore_prefix_tree.mcore import with_edge_head, with_prefix_tree
 from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
 from mcore_prefix_tree.mcore.outputs import Logprobs, WeightedSum
-from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL, HAS_SPARSE_ATTENTION, LAYERS, check_pattern
+from mcore_prefix_tree.mcore.release import HAS_HYBRID_MODEL, HAS_SPARSE_ATTENTION
+from mcore_prefix_tree.mcore.seam.hybrid_layers import LAYERS, check_pattern
 from mcore_prefix_tree.mcore.seam.validation import check_model
 
 if not HAS_HYBRID_MODEL:

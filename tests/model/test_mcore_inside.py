@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness.in_double import kept_double
 from harness.models import HAS_OUTPUT_PROCESSOR
 from harness.oracles import sample_lists, worst
 from harness.seam_models import GRAPHS, VOCAB, build, local_spec, tiny_config, twins
 from hypothesis import given
+from hypothesis.strategies import integers, sampled_from, sets
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -104,7 +106,7 @@ def test_a_micro_batch_without_tokens_answers_nothing(
     assert losses.tolist() == [[0.0] * tokens]
     losses.sum().backward()
     assert all(parameter.grad is None or not parameter.grad.any() for parameter in model.parameters())
-    assert model.folding._unchecked == ({True, False} if check_first else set())
+    assert not model.folding._checked
 
 
 @given(sample_lists(max_samples=6, min_samples=1))
@@ -338,7 +340,7 @@ def test_rows_without_sharing_use_the_stock_model(monkeypatch: pytest.MonkeyPatc
         patch.setattr(rows_module, "fold", None)  # rows that share nothing are not laid out
         check_logits(model, stock, call)
     assert len(seen) == config.num_layers
-    assert all(params is call["packed_seq_params"] for params in seen)
+    assert all(params == call["packed_seq_params"] for params in seen)
     assert model.folding.last.left_alone == 1
     assert model.folding.last.expected_speedup.ratio == 1
     labels = some_labels(call)
@@ -349,6 +351,82 @@ def test_rows_without_sharing_use_the_stock_model(monkeypatch: pytest.MonkeyPatc
         assert worst(answer[0, span, 1], -(logprob.exp() * logprob).sum(dim=1)) <= FP64
     check_logits(model, stock, packed(ROWS))
     assert model.folding.last.left_alone == 0
+
+
+LEFT_OUT = ("cu_seqlens_kv", "cu_seqlens_kv_padded", "max_seqlen_q", "max_seqlen_kv")
+
+
+@pytest.mark.parametrize("least_fold_ratio", [0.0, 99.0], ids=["folds", "packs"])
+@given(sample_lists(max_samples=4, min_samples=1), integers(0, 3), integers(0, 3), sets(sampled_from(LEFT_OUT)))
+def test_both_ways_answer_alike(
+    least_fold_ratio: float, samples: list[Sample], gap: int, tail: int, left_out: set[str]
+) -> None:
+    """Each row by itself, 0 at padding and for labels outside the vocabulary, whatever else the trainer passes."""
+    config = tiny_config(num_layers=1)
+    settings = {"position_embedding_type": ("rope", "learned_absolute")[gap % 2]}
+    stock = build(config, local_spec(config), **settings)
+    tree = build(config, packed_attention_spec(config), **settings)
+    model = fold_inside(tree, least_fold_ratio=least_fold_ratio, check_first=True)
+    call = packed([row % VOCAB for row in rows_of(samples)], gap=gap, tail=tail)
+    for name in left_out:
+        setattr(call["packed_seq_params"], name, None)
+    with kept_double():
+        check_logits(model, stock, call)
+        check_losses(model, stock, call)
+        check_logprobs(model, stock, call)
+    assert model.folding.report().left_alone == (3 if least_fold_ratio and not tail else 0)
+    losses = model(**call, labels=torch.full_like(call["input_ids"], -100))
+    losses.sum().backward()
+    assert not losses.any()
+    assert not any(parameter.grad.any() for parameter in model.parameters())
+
+
+def leak(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Hide from an attention where rows begin, if they do not fold."""
+    if isinstance(kwargs["packed_seq_params"], PackedSeqParams) and args[0].ndim == 3:
+        ends = torch.tensor([0, len(args[0])])
+        kwargs = kwargs | {"packed_seq_params": PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends)}
+    return args, kwargs
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_check_follows_the_way_that_runs(training: bool) -> None:
+    """Rows that share fold, and are right; others go through the stock model, and are not."""
+    config = tiny_config(num_layers=1)
+    models = [build(config, packed_attention_spec(config)).train(training) for _ in range(2)]
+    model = fold_inside(models[0], check_first=True)
+    model.decoder.layers[0].self_attention.core_attention.register_forward_pre_hook(leak, with_kwargs=True)
+    for _ in range(2):
+        model(**packed(ROWS))
+    with pytest.raises(FoldCheckError, match=r"row 1 differs .* packed and not folded .* set least_fold_ratio=0"):
+        model(**packed(UNLIKE))
+    folds = fold_inside(models[1], check_first=True, least_fold_ratio=0)
+    check_logits(folds, build(config, local_spec(config)), packed(UNLIKE))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.5},
+        {"moe_router_load_balancing_type": ["seq_aux_loss"], "moe_aux_loss_coeff": [0.5]},
+        {"moe_z_loss_coeff": 0.5},
+        {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"},
+    ],
+    ids=lambda settings: next(iter(settings)) + str(next(iter(settings.values()))),
+)
+def test_padding_is_not_balanced(settings: dict[str, Any]) -> None:
+    """Upstream would balance all rows together, and their padding."""
+    config = tiny_config(**MODELS["experts"] | settings)
+    found = []
+    for layout in ({}, {"gap": 3, "tail": 5}):
+        model = fold_inside(build(config, packed_attention_spec(config)).train())
+        call = packed(UNLIKE, **layout)
+        sum(model(**call)[:, span].square().sum() for span in spans(call)).backward()
+        assert model.folding.last.left_alone == 0
+        counts = {name: one for name, one in model.named_buffers() if "tokens_per_expert" in name}
+        found.append(counts | {name: one.grad for name, one in model.named_parameters()})
+    for name, expected in found[0].items():
+        assert worst(found[1][name], expected) <= FP32, name
 
 
 def test_little_sharing_is_not_folded() -> None:

@@ -17,13 +17,14 @@ from packed_calls import FP64, ROWS, cotangent, packed, some_labels, spans
 
 from mcore_prefix_tree.cpu.dot_product import PackedAttention
 from mcore_prefix_tree.cpu.specs import exchanged
-from mcore_prefix_tree.mcore import fold_inside, multi_token_names
+from mcore_prefix_tree.mcore import fold_inside
 from mcore_prefix_tree.mcore.packed import RowLogprobs
+from mcore_prefix_tree.mcore.release import HAS_DEPTHS, NEEDS_DEPTHS
 
 pytestmark = [
     pytest.mark.usefixtures("megatron_on_the_cpu"),
     pytest.mark.filterwarnings("ignore:::megatron"),
-    pytest.mark.skipif(not multi_token_names.are_there(), reason=f"needs {multi_token_names.NEEDED}"),
+    pytest.mark.skipif(not HAS_DEPTHS, reason=f"needs {NEEDS_DEPTHS}"),
 ]
 TWO = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.7}
 LOGGED = ("loss_values", "correct_values", "total_values")
@@ -134,30 +135,21 @@ def test_hybrid_models(pattern: str, settings: dict[str, Any]) -> None:
     check(fold_inside(tree, attention_backend="path"), stock, packed(ROWS))
 
 
-def test_rows_without_sharing_use_the_stock_model() -> None:
-    config = tiny_config(**TWO)
-    model, stock = depth_twins(config, attention=PackedAttention)
-    rows = [torch.arange(first, first + size).numpy() for first, size in ((1, 7), (2, 5), (3, 1))]
-    check(model, stock, packed(rows))
-    assert model.folding.last.left_alone == 1
-
-
-def test_rows_without_sharing_fold_for_log_probabilities() -> None:
-    """The head answers them in place of logits, which a stock depth needs."""
+@pytest.mark.parametrize("layout", [{}, {"tail": 3}, {"gap": 2, "tail": 1}], ids=["rows", "tail", "slots"])
+def test_rows_without_sharing_fold(layout: dict[str, int]) -> None:
+    """Upstream would take targets from padding, and leave no logits for the head that answers log-probabilities."""
     model, stock = depth_twins(tiny_config(**TWO), attention=PackedAttention)
-    call = packed([torch.arange(first, first + size).numpy() for first, size in ((1, 7), (2, 5), (3, 1))])
-    labels = some_labels(call)
-    call["loss_mask"] = torch.ones(labels.shape, dtype=torch.float64)
-    with kept_double():
-        answer = model(**call, output_processor=RowLogprobs(labels=labels))
-        expected = stock(**call).log_softmax(-1).gather(-1, labels.unsqueeze(-1))
-        for found in (answer, expected):
-            found.sum().backward()
+    call = packed([torch.arange(first, first + size).numpy() for first, size in ((1, 7), (2, 5), (3, 1))], **layout)
+    check(model, stock, call)
     assert model.folding.last.left_alone == 0
-    torch.testing.assert_close(answer, expected, rtol=FP64, atol=FP64)
-    actual, wanted = take_gradients(model), take_gradients(stock)
-    for name, gradient in wanted.items():
-        assert (actual[name] - gradient).norm() < FP64 * gradient.norm(), name
+    labels = some_labels(call)
+    with kept_double():
+        answer = model(**call | {"loss_mask": torch.ones(labels.shape)}, output_processor=RowLogprobs(labels=labels))
+        for span in spans(call):
+            ids = call["input_ids"][:, span]
+            expected = stock(ids, torch.arange(ids.shape[1])[None], None).log_softmax(-1)
+            expected = expected.gather(-1, labels[:, span].unsqueeze(-1))
+            torch.testing.assert_close(answer[:, span], expected, rtol=FP64, atol=FP64)
 
 
 def test_depths_do_not_run_without_gradients() -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from harness.in_double import kept_double
 from harness.marks import quick
-from harness.seam_models import VOCAB, hybrid, hybrid_twins, tiny_config
+from harness.seam_models import DELTA_NET, MAMBA, VOCAB, hybrid, hybrid_twins, tiny_config, with_long_memory
+from harness.seam_runs import SPARSE
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from packed_calls import (
     FP64,
     MODELS,
@@ -18,8 +23,10 @@ from packed_calls import (
     packed,
 )
 
+from mcore_prefix_tree.cpu.dot_product import PackedAttention
+from mcore_prefix_tree.cpu.specs import exchanged
 from mcore_prefix_tree.mcore import fold_inside, folding_model, with_scalar_head
-from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL
+from mcore_prefix_tree.mcore.release import HAS_HYBRID_MODEL
 
 if not HAS_HYBRID_MODEL:
     pytest.skip("this megatron-core has no HybridModel", allow_module_level=True)
@@ -103,6 +110,37 @@ def test_the_report_counts_the_layers_of_the_pattern() -> None:
     assert few.folding.last.work.layers == 1
     assert many.folding.last.work.layers == 3
     assert few.folding.last.work.token != many.folding.last.work.token
+
+
+@pytest.mark.parametrize(
+    ("pattern", "settings"),
+    [
+        *((pattern, MAMBA) for pattern in ("M", "M-M-", "M*", "-M")),
+        *((pattern, DELTA_NET) for pattern in ("G", "G-*")),
+        *((pattern, {}) for pattern in ("-", "--", "*-")),
+        ("E", MODELS["experts"]),
+        ("DD", SPARSE),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("counts", [False, True], ids=["", "total_tokens"])
+@pytest.mark.parametrize("layout", [{}, {"gap": 2, "tail": 3}], ids=["rows", "slots"])
+def test_rows_that_share_nothing(pattern: str, settings: dict[str, Any], counts: bool, layout: dict[str, int]) -> None:
+    """A state never runs from a row into the next, and stacks without attention need no attention for packed rows."""
+    if not set(pattern) <= Symbols.VALID_LAYERS:
+        pytest.skip(f"layers {pattern} came with megatron-core 0.19")
+    spec = exchanged(hybrid_stack, {DotProductAttention: PackedAttention})
+    config = tiny_config(**settings | {"num_layers": len(pattern)})
+    with kept_double():
+        stock, tree = with_long_memory((hybrid(config, pattern), hybrid(config, pattern, spec)))
+        tree.load_state_dict(stock.state_dict())
+        model = fold_inside(tree, check_first=True)
+        call = packed([np.arange(first, first + size) for first, size in ((1, 9), (2, 5), (3, 1), (4, 12))], **layout)
+        if counts:
+            total = call["input_ids"].shape[1]
+            call["packed_seq_params"] = replace(call["packed_seq_params"], total_tokens=total)
+        check_logits(model, stock, call)
+        check_losses(model, stock, call)
 
 
 def test_unsupported_calls_are_rejected() -> None:

@@ -43,8 +43,8 @@ from packed_calls import (
 
 from mcore_prefix_tree.mcore import PicturePackedSeqParams, RoutedPackedSeqParams, fold_inside
 from mcore_prefix_tree.mcore.packed.decoder_in_parts import recomputation
+from mcore_prefix_tree.mcore.release import HAS_DELTA_NET, HAS_HYBRID_MODEL, HAS_SPARSE_ATTENTION
 from mcore_prefix_tree.mcore.seam.experts import TreeRouterMixin
-from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_DELTA_NET, HAS_HYBRID_MODEL, HAS_SPARSE_ATTENTION
 
 pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
 
@@ -256,7 +256,7 @@ def test_the_first_check_compares_micro_batches_at_once() -> None:
     stock, tree = make("attention")
     model = inside(tree, max_tokens=5, check_first=True)
     check_losses(model, stock, packed(ROWS))
-    assert not model.folding._unchecked - {False}
+    assert model.folding._checked == {(True, True)}
 
 
 def test_a_micro_batch_without_rows() -> None:

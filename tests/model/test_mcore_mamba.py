@@ -29,8 +29,8 @@ from mcore_prefix_tree.cpu import state_space
 from mcore_prefix_tree.mcore import with_prefix_tree
 from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
 from mcore_prefix_tree.mcore.outputs import WeightedSum
+from mcore_prefix_tree.mcore.release import HAS_DELTA_NET, HAS_HYBRID_MODEL
 from mcore_prefix_tree.mcore.seam import mamba
-from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_DELTA_NET, HAS_HYBRID_MODEL
 from mcore_prefix_tree.mcore.seam.levels import BranchPoints, Levels
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.seam.tree_layers import follow_trees

@@ -31,17 +31,18 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.attention.api import supporting
-from mcore_prefix_tree.mcore import multi_token_names, with_multi_token, with_prefix_tree, with_scalar_head
+from mcore_prefix_tree.mcore import with_multi_token, with_prefix_tree, with_scalar_head
 from mcore_prefix_tree.mcore.engine.backend import attention_case
 from mcore_prefix_tree.mcore.engine.folding import plan_attention
 from mcore_prefix_tree.mcore.outputs import WeightedSum
+from mcore_prefix_tree.mcore.release import HAS_DEPTHS, NEEDS_DEPTHS
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.seam.validation import check_model
 
 pytestmark = [
     pytest.mark.usefixtures("megatron_on_the_cpu"),
     pytest.mark.filterwarnings("ignore:::megatron"),
-    pytest.mark.skipif(not multi_token_names.are_there(), reason=f"needs {multi_token_names.NEEDED}"),
+    pytest.mark.skipif(not HAS_DEPTHS, reason=f"needs {NEEDS_DEPTHS}"),
 ]
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

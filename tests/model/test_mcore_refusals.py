@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -35,15 +37,14 @@ from mcore_prefix_tree.layout import row_multiple
 from mcore_prefix_tree.mcore import (
     TreePackedSeqParams,
     local_layer_spec,
-    multi_token_names,
     te_layer_spec,
     with_prefix_tree,
 )
 from mcore_prefix_tree.mcore.engine.forward_step import forward_step, tree_forward
 from mcore_prefix_tree.mcore.outputs import WeightedSum
+from mcore_prefix_tree.mcore.release import HAS_DEPTHS, HAS_HYBRID_MODEL, NEEDS_DEPTHS
 from mcore_prefix_tree.mcore.seam import layer_specs
 from mcore_prefix_tree.mcore.seam.core_attention import TreeCoreAttentionMixin, TreeSelfAttentionMixin
-from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL
 from mcore_prefix_tree.mcore.seam.latent_attention import check_rotary_keys
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.seam.packed_seq_params import get_tree_params
@@ -339,13 +340,13 @@ def test_frequency_table_of_an_old_checkpoint_is_ignored():
         model.load_state_dict(dict(old), strict=True)
 
 
-@pytest.mark.skipif(multi_token_names.are_there(), reason="of older releases")
+@pytest.mark.skipif(HAS_DEPTHS, reason="of older releases")
 def test_multi_token_prediction_of_an_older_release_is_refused():
     config = tiny_config(mtp_num_layers=1)
     spec = get_gpt_mtp_block_spec(config, get_gpt_layer_local_spec(), use_transformer_engine=False)
-    with pytest.raises(NotImplementedError, match=multi_token_names.NEEDED):
+    with pytest.raises(NotImplementedError, match=NEEDS_DEPTHS):
         with_prefix_tree(spec)
-    with pytest.raises(NotImplementedError, match=rf"mtp_num_layers=1: .* {multi_token_names.NEEDED}"):
+    with pytest.raises(NotImplementedError, match=rf"mtp_num_layers=1: .* {NEEDS_DEPTHS}"):
         check_config(config)
 
 
@@ -502,3 +503,21 @@ def test_micro_batches_in_fp8_have_upstreams_alignment_on_each_rank(recipe):
     assert row_multiple(4, None, recipe) == 4
     with pytest.raises(NotImplementedError, match="fp8='hybrid' in layers that compute without it"):
         check_model(build(config, local_spec(config)))
+
+
+def test_recomputation_waits_for_no_lock_of_a_killed_process(tmp_path, monkeypatch, caplog):
+    """torch's lock of a compilation is a file that outlives its process."""
+    lock = tmp_path / "cache" / "py312_cpu" / "share_storage_ext" / "lock"
+    lock.parent.mkdir(parents=True)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
+    selective = tiny_config(recompute_granularity="selective", recompute_modules=["core_attn"])
+    check_config(selective)
+    assert os.environ["TORCH_EXTENSIONS_DIR"] == str(tmp_path / "cache")
+    lock.touch()
+    check_config(selective)
+    own = Path(os.environ["TORCH_EXTENSIONS_DIR"])
+    assert own.is_dir()
+    assert tmp_path not in own.parents
+    assert f"{lock} is of a compilation that runs or was killed: this process compiles in {own}" in caplog.text
+    check_config(selective)
+    assert os.environ["TORCH_EXTENSIONS_DIR"] == str(own)

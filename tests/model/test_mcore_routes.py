@@ -26,7 +26,7 @@ from mcore_prefix_tree.mcore.engine.recorded_routes import score_and_record
 from mcore_prefix_tree.mcore.engine.scoring import ScoringStep
 from mcore_prefix_tree.mcore.outputs import Logprobs
 from mcore_prefix_tree.mcore.packed import fold_check
-from mcore_prefix_tree.mcore.seam.routes import check_sample_routes
+from mcore_prefix_tree.mcore.seam.routes import check_routes, check_sample_routes
 from mcore_prefix_tree.objectives import sft_loss
 
 pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
@@ -275,6 +275,8 @@ REFUSED = [
         [[[0, 1]] * 3],
         "has routes and moe_router_bias_update_rate=0.001",
     ),
+    ({}, [[[0, 1], [0, 1], [0, -1]]], "has -1 among the experts at index 0; give -1 in all entries"),
+    ({}, [[[0, 1], [0, 1], [-1, -1]]], "has -1 among the experts at index 0; give -1 in all entries"),
 ]
 
 
@@ -300,8 +302,27 @@ def test_rows_that_an_engine_filled_with_zeros_are_refused():
         SampleError, match=r"^a:1: .* sends the token at index 1 to one expert twice, in layer 0; give -1"
     ):
         check_sample_routes(config, sample)
-    config.moe_layer_freq = [0, 1, 1]
-    check_sample_routes(config, Sample(tokens=[1, 2], routed_experts=[[[0, 0], [0, 1], [2, 1]]]))
+
+
+@pytest.mark.parametrize("filler", [[0, 0], [-1, -1], [99, -1]], ids=str)
+@pytest.mark.parametrize("is_hybrid", [False, True], ids=["gpt", "hybrid"])
+def test_rows_of_layers_without_experts_are_not_read(is_hybrid, filler):
+    config = tiny_config(**ROUTED)
+    if is_hybrid:
+        config.hybrid_layer_pattern = "M|EE"
+    else:
+        config.moe_layer_freq = [0, 1, 1]
+    routed = [[filler, [0, 1], [2, 1]], [filler, [1, 3], [2, 0]]]
+    sample = Sample(tokens=[1, 2, 3], routed_experts=routed)
+    check_sample_routes(config, sample)
+    longer = Sample(tokens=[1, 2, 3, 4], routed_experts=[*routed, [filler, [3, 0], [2, 1]]])
+    layout = fold([longer, sample])
+    check_routes(config, layout.routes)
+    assert layout.routes[:, 1].tolist() == [[0, 1], [1, 3], [3, 0], [-1, -1]]  # the last token takes the longer's
+    with pytest.raises(SampleError, match="has -1 among the experts at index 1"):
+        check_sample_routes(config, Sample(tokens=[1, 2, 3], routed_experts=[routed[0], [[0, 0], [-1, -1], [2, 1]]]))
+    with pytest.raises(SampleError, match="index 0 to one expert twice, in layer 1"):
+        check_sample_routes(config, Sample(tokens=[1, 2], routed_experts=[[filler, [0, 0], [2, 1]]]))
 
 
 def test_a_model_without_experts_refuses_routes():

@@ -26,7 +26,7 @@ from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.attention.reference import visibility
 from mcore_prefix_tree.mcore import fold_inside
 from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
-from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_SPARSE_ATTENTION
+from mcore_prefix_tree.mcore.release import HAS_SPARSE_ATTENTION
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.seam.tree_layers import follow_trees
 

@@ -10,7 +10,7 @@ from harness.marks import quick
 from harness.torchrun_jobs import run
 from placement_job import BACKENDS, CUT, READOUTS
 
-from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_SPARSE_ATTENTION
+from mcore_prefix_tree.mcore.release import HAS_SPARSE_ATTENTION
 from mcore_prefix_tree.objectives import OBJECTIVES
 
 pytestmark = pytest.mark.ci

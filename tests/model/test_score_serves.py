@@ -144,7 +144,7 @@ def test_home_folder_in_paths_is_expanded(job: Path, tmp_path: Path, monkeypatch
     assert sorted(os.listdir(tmp_path / "home")) == ["metrics.jsonl", "run", "scored.jsonl"]
     settings = (
         *("checkpoint.save", "checkpoint.pretrained_checkpoint", "data.path", "validation.path", "data.tokenizer"),
-        *("log.tensorboard", "batch.calibration", "objective.teacher_recipe", "model.hf", "checkpoint.export_hf"),
+        *("log.tensorboard", "objective.teacher_recipe", "model.hf", "checkpoint.export_hf"),
     )
     for setting in settings:
         done = run_command("train", job, f"{setting}=s3://bucket/one")
@@ -159,7 +159,6 @@ def test_home_folder_in_paths_is_expanded(job: Path, tmp_path: Path, monkeypatch
         ("score", job, "--output", "s3://bucket/one.jsonl"),
         ("train", job, "--plot", "s3://bucket/one.png"),
         ("export", job, "s3://bucket/one"),
-        ("calibrate", job, "--output", "s3://bucket/one.json"),
         ("bench", "step", str(job), "--output", "s3://bucket/one.json"),
         ("xtoken", "build-projection", "--student", "mistral-v7", "--teacher", "mistral-v3", "s3://bucket/one.pt"),
         ("xtoken", "export-teacher", str(job), "--output", "s3://bucket/one.jsonl"),

@@ -38,7 +38,7 @@ from omegaconf import OmegaConf
 from mcore_prefix_tree import SampleError
 from mcore_prefix_tree.mcore.checkpoints import checkpoint
 from mcore_prefix_tree.mcore.models.build_gpt import transformer_config
-from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_DELTA_NET
+from mcore_prefix_tree.mcore.release import HAS_DELTA_NET
 from mcore_prefix_tree.objectives import make_objective
 from mcore_prefix_tree.settings import Recipe, RecipeError, load_recipe
 

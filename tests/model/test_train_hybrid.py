@@ -18,7 +18,8 @@ from harness.train_jobs import (
 )
 
 from mcore_prefix_tree.mcore.loop.session import session
-from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL, LAYERS
+from mcore_prefix_tree.mcore.release import HAS_HYBRID_MODEL
+from mcore_prefix_tree.mcore.seam.hybrid_layers import LAYERS
 from mcore_prefix_tree.plan import ModelWork
 from mcore_prefix_tree.plan.model_shape import PATTERN_PARTS
 from mcore_prefix_tree.settings import RecipeError, load_recipe

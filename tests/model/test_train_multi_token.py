@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from harness.train_jobs import FLOAT64, train, write_job
 
-from mcore_prefix_tree.mcore import multi_token_names
 from mcore_prefix_tree.mcore.loop.score_recipe import run_score
+from mcore_prefix_tree.mcore.release import HAS_DEPTHS, NEEDS_DEPTHS
 from mcore_prefix_tree.settings import RecipeError, load_recipe
 from mcore_prefix_tree.settings.score_section import ScoreConfig
 
-pytestmark = pytest.mark.skipif(not multi_token_names.are_there(), reason=f"needs {multi_token_names.NEEDED}")
+pytestmark = pytest.mark.skipif(not HAS_DEPTHS, reason=f"needs {NEEDS_DEPTHS}")
 
 DEPTHS = ("model.transformer.mtp_num_layers=2", "model.transformer.mtp_loss_scaling_factor=0.5")
 VERIFY = ("verify.enabled=true", "train_iters=2")

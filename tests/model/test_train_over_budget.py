@@ -9,15 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness.commands import run_command, write_rows
+from harness.commands import write_rows
 from harness.in_double import kept_double
 from harness.train_jobs import FLOAT64, objective_job, rows, train, write_job
 
 from mcore_prefix_tree import SampleError
 from mcore_prefix_tree.data import read_samples
-from mcore_prefix_tree.mcore import multi_token_names
 from mcore_prefix_tree.mcore.loop.score_recipe import run_score
-from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_DELTA_NET
+from mcore_prefix_tree.mcore.release import HAS_DELTA_NET, HAS_DEPTHS, NEEDS_DEPTHS
 from mcore_prefix_tree.settings import load_recipe
 from mcore_prefix_tree.settings.score_section import ScoreConfig
 
@@ -83,7 +82,7 @@ def test_objectives_do_not_see_the_budget(tmp_path: Path, name: str, options: di
     assert sum(step.carried_tokens for step in cut.reports) > 0
 
 
-@pytest.mark.skipif(not multi_token_names.are_there(), reason=f"needs {multi_token_names.NEEDED}")
+@pytest.mark.skipif(not HAS_DEPTHS, reason=f"needs {NEEDS_DEPTHS}")
 @pytest.mark.parametrize("name", ["sft", "gspo"])
 def test_further_depths_do_not_see_the_budget(tmp_path: Path, name: str) -> None:
     path, settings = objective_job(tmp_path, name, {})
@@ -212,19 +211,6 @@ def test_scores_do_not_see_the_budget(tmp_path: Path, name: str, options: dict[s
     for one, other in zip(*signals, strict=True):
         for column in columns:
             assert close(attrgetter(column)(other), attrgetter(column)(one))
-
-
-def test_calibration_times_samples_that_fit(tmp_path: Path) -> None:
-    job, output = write_job(tmp_path), tmp_path / "costs.json"
-    timed = run_command("calibrate", job, narrow(rows()), "--output", str(output), "--repeats", "1")
-    assert timed.exit_code == 0, timed.output
-    budget = int(narrow(rows()).partition("=")[2])
-    assert max(one["tokens"] for one in json.loads(output.read_text())["measured"]) <= budget
-    refused = run_command(
-        "calibrate", write_job(tmp_path, [{"tokens": [1, 2, 3, 4]}] * 16), "batch.max_tokens=3", "--output", str(output)
-    )
-    assert refused.exit_code == 2
-    assert "no other sample fits a micro-batch of batch.max_tokens=3, which are timed" in refused.output
 
 
 def test_repeat_keeps_the_error_of_a_long_sample(tmp_path: Path) -> None:

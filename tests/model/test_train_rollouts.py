@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from harness.train_jobs import (
     write_job,
 )
 from objective_oracles import Alone, changed, policy_loss
+from rollouts import as_samples, rollouts
 
 from mcore_prefix_tree import Sample, SampleError
 from mcore_prefix_tree.data import EncodedTurn, LineOptions, iter_sample_groups
@@ -74,9 +76,9 @@ def conversations(shape: Sequence[Sequence[int]] = SHAPE) -> list[dict[str, Any]
         return "".join(chr(ord("a") + letter) for letter in rng.integers(0, 26, size=rng.integers(2, longest)))
 
     rows: list[dict[str, Any]] = []
-    for group, rollouts in enumerate(shape):
+    for group, turns_of_each in enumerate(shape):
         prompt = text(8)
-        for turns in rollouts:
+        for turns in turns_of_each:
             messages = [{"role": "user", "content": prompt}]
             for turn in range(turns):
                 if turn:
@@ -137,7 +139,7 @@ def test_steps_and_schedule_count_groups(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stop", quick(3, of=[1, 3]))
 def test_resumed_run_continues_at_the_right_group(tmp_path: Path, stop: int) -> None:
     job = write_job(tmp_path, conversations())
-    overrides = [*BY_GROUP, *options(), "checkpoint.save_interval=1"]
+    overrides = [*BY_GROUP, *options("gspo", filter_groups=True), "checkpoint.save_interval=1"]
     whole = train(job, *overrides, f"checkpoint.save={tmp_path / 'whole'}")
     saved = [*overrides, f"checkpoint.save={tmp_path / 'cut'}"]
     train(job, *saved, stop_after=stop + 1)
@@ -219,3 +221,44 @@ def test_error_of_unequal_groups_names_the_way_out(tmp_path: Path) -> None:
     job = write_job(tmp_path, conversations())
     with pytest.raises(SampleError, match=r"jsonl:4 turn 0: group 1 has 6 samples and group 0 has 9 sam.*per_step"):
         train(job, "batch.max_tokens=60", "data.tokenizer=letters", "data.expand_turns=true", *options())
+
+
+OF_SEQUENCES = [
+    ("gspo", {"filter_groups": True}),
+    ("gspo", {"ratio_level": "turn"}),
+    ("grpo", {"tis_cap": 1.05, "tis_level": "sequence", "off_policy_mask": 0.005, "normalise": "rollout"}),
+    ("cispo", {"surrogate_level": "sequence", "kl_coef": 0.3, "kl_importance": "sequence"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "given"), OF_SEQUENCES, ids=[f"{name}{i}" for i, (name, _) in enumerate(OF_SEQUENCES)]
+)
+def test_a_line_per_turn_trains_like_a_line_per_rollout(tmp_path: Path, name: str, given: dict[str, Any]) -> None:
+    """Ratios of sequences, in several micro-batches and in chunks of trees that hold one turn of many."""
+    forms = as_samples(rollouts(SHAPE, 1, vocab=64), 1, scale=0.1, around=-math.log(64))
+    settings = [*GROUPS, "data.order=file", "train_iters=2", f"objective.name={name}"]
+    settings.append(f"objective.options={json.dumps({'alone': 'zero'} | given)}")
+    lines, *others = (
+        train(write_job(tmp_path, rows_of(form)), *settings, *FLOAT64, f"batch.max_tokens={budget}")
+        for form, budget in [(forms[0], 4096), (forms[1], 50), (forms[1], 12)]
+    )
+    for turns, is_cut in zip(others, (False, True), strict=True):
+        assert turns.losses == pytest.approx(lines.losses, rel=1e-12)
+        norms = [report.grad_norm for report in lines.reports]
+        assert [report.grad_norm for report in turns.reports] == pytest.approx(norms, rel=1e-11)
+        for one, other in zip(turns.reports, lines.reports, strict=True):
+            assert one.metrics == pytest.approx(other.metrics, rel=1e-10)
+            assert (one.carried_tokens > 0) == is_cut
+            assert one.physical_tokens > 50, "several micro-batches"
+
+
+def rows_of(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """Return the lines of a file with these samples."""
+    columns = ("old_logprobs", "ref_logprobs", "rollout_logprobs")
+    return [
+        {"tokens": sample.tokens.tolist(), "loss_mask": sample.loss_mask.tolist()}
+        | {name: getattr(sample.signals, name).tolist() for name in columns}
+        | {name: getattr(sample.signals, name) for name in ("reward", "group", "rollout", "turn")}
+        for sample in samples
+    ]

@@ -121,6 +121,28 @@ def test_recorded_routes_are_data_to_train_on(tmp_path: Path) -> None:
         np.testing.assert_allclose(one.signals.old_logprobs, other.signals.old_logprobs, rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "pattern", [(), ("model.hybrid_layer_pattern=*E/*E", "model.num_layers=2")], ids=["gpt", "hybrid"]
+)
+def test_depths_with_experts_record_no_routes(tmp_path: Path, pattern: tuple[str, ...]) -> None:
+    options = (
+        *EXPERTS,
+        *FLOAT64,
+        "model.transformer.mtp_num_layers=1",
+        *pattern,
+        f"checkpoint.save={tmp_path / 'runs'}",
+    )
+    recipe, scored = write_job(tmp_path), tmp_path / "routed.jsonl"
+    train(recipe, *options, "train_iters=2")
+    loaded = load_recipe(recipe, options)
+    run_score(loaded, ScoreConfig(output=str(scored), record_routes=True))
+    layers = loaded.model.num_layers
+    assert {one.signals.routes.ids.shape[1] for one in read_samples(scored) if one.signals.routes is not None} == {
+        layers
+    }
+    train(recipe, *options, f"data.path={scored}", f"checkpoint.save={tmp_path / 'again'}", *VERIFY)
+
+
 def test_only_a_policy_with_experts_records_routes(tmp_path: Path) -> None:
     recipe = write_job(tmp_path)
     train(recipe, "train_iters=2", f"checkpoint.save={tmp_path / 'runs'}")

@@ -20,13 +20,13 @@ from megatron.core.transformer.mlp import MLP
 
 from mcore_prefix_tree import FlatLayout, fold
 from mcore_prefix_tree.attention import path
-from mcore_prefix_tree.mcore.engine import folding
+from mcore_prefix_tree.mcore.engine import folding, step_planner
 from mcore_prefix_tree.mcore.engine import verification as engine_verify
 from mcore_prefix_tree.mcore.engine.comparison import Comparison
 from mcore_prefix_tree.mcore.engine.verification import FACTOR, VerifyReport
 from mcore_prefix_tree.mcore.loop import resolve_recipe, trainer
 from mcore_prefix_tree.mcore.loop.jobs import VerificationError, compare_first, run_once, verify_first
-from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_DELTA_NET, HAS_SPARSE_ATTENTION
+from mcore_prefix_tree.mcore.release import HAS_DELTA_NET, HAS_SPARSE_ATTENTION
 from mcore_prefix_tree.plan import CostModel, ModelWork, plan_step
 from mcore_prefix_tree.sample import SampleError
 from mcore_prefix_tree.settings import load_recipe
@@ -163,6 +163,7 @@ MODELS: dict[str, tuple[str, tuple[str, ...], float]] = {
     "scaled positions": ("float64", ("model.rope_scaling=true", "model.rotary_percent=0.5"), 1e-12),
     "yarn": ("float64", YARN, 1e-12),
     "latent attention": ("float64", LATENT, 1e-12),
+    "queries without a latent": ("float64", (*LATENT, "model.transformer.q_lora_rank=null"), 1e-12),
     "sparse attention": ("float64", SPARSE, 1e-5),
     "logits": ("float64", ("fused_head=false",), 1e-12),
     "prompts": ("float64", ("batch.share=prompt",), 1e-12),
@@ -202,6 +203,14 @@ def test_folding_changes_nothing(job: Path, name: str, backend: str) -> None:
     assert report.physical_tokens == sum(plan.physical_tokens[0]) < report.logical_tokens
     wider = {"float64": "unfolded", "float32": "the same weights in float64, unfolded"}
     assert (report.dtype, report.reference) == (dtype, wider[dtype])
+
+
+def test_losses_of_experts_that_are_too_strong_are_found(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = step_planner.divided_by_tokens
+    monkeypatch.setattr(step_planner, "divided_by_tokens", lambda batch, scale: honest(batch, scale / 1.01))
+    report, _ = run_once(load_recipe(job, ["model.dtype=float64", *BALANCED]), verify_first)
+    assert report.gradient_error > 1e-3
+    assert not report.passed
 
 
 def test_the_loss_that_compares_samples_is_left_out(job: Path) -> None:

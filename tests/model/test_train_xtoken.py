@@ -13,7 +13,7 @@ from harness.tokenizer_folders import PLAIN, make_folder
 from harness.train_jobs import FLOAT64, train
 from harness.xtoken_recipes import make_student_and_teacher, options, settings
 
-from mcore_prefix_tree.mcore import multi_token_names
+from mcore_prefix_tree.mcore.release import HAS_DEPTHS, NEEDS_DEPTHS
 from mcore_prefix_tree.sample import SampleError
 from mcore_prefix_tree.settings import RecipeError
 
@@ -31,8 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("p_kl", {"top_k": 50, "ce_weight": 0.5}),
         ("gold", {"temperature": 2.0}),
-        ("h_kl", {"scaling": "dynamic"}),
-        ("partition_kl", {}),
+        ("h_kl", {"ce_weight": 0.5}),
         ("alm", {}),
         ("uld", {}),
     ],
@@ -44,13 +43,13 @@ def test_the_cut_of_a_step_does_not_change_training(folder, mode, changes):
     assert narrow.losses == pytest.approx(wide.losses, rel=1e-9)
     assert any(text.startswith("the teacher's weights are ") for text in narrow.messages)
     assert "kd" in narrow.reports[0].metrics
-    assert ("ce" in narrow.reports[0].metrics) == bool(changes.keys() & {"ce_weight", "scaling"})
+    assert ("ce" in narrow.reports[0].metrics) == ("ce_weight" in changes)
 
 
 CUT = {
     "p_kl": {"top_k": 50, "ce_weight": 0.5},
-    "h_kl": {"scaling": "dynamic"},
-    "alm": {"teachers": "scores"},
+    "h_kl": {},
+    "alm": {"teacher_weights": [0.5, 1.5]},
 }
 
 
@@ -60,7 +59,7 @@ def test_training_evaluation_and_verification_do_not_see_the_budget(folder, mode
     longest = max(len(json.loads(line)["tokens"]) for line in (folder / "student.jsonl").read_text().splitlines())
     held_out = [f"validation.path={folder / 'student.jsonl'}", "validation.eval_interval=2", "verify.enabled=true"]
     given = [*settings(folder, mode, **CUT[mode]), *held_out, "train_iters=3"]
-    if "teachers" in CUT[mode]:
+    if "teacher_weights" in CUT[mode]:
         given += [f"objective.teacher_recipe={json.dumps([str(folder / 'teacher.yaml')] * 2)}"]
     wide, cut = (
         train(folder / "student.yaml", *given, f"batch.max_tokens={size}", f"batch.over_budget={way}")
@@ -76,7 +75,7 @@ def test_training_evaluation_and_verification_do_not_see_the_budget(folder, mode
     assert report.passed, report.checks
 
 
-@pytest.mark.skipif(not multi_token_names.are_there(), reason=f"needs {multi_token_names.NEEDED}")
+@pytest.mark.skipif(not HAS_DEPTHS, reason=f"needs {NEEDS_DEPTHS}")
 def test_further_depths_do_not_see_the_budget(folder):
     given = [*settings(folder), "model.transformer={mtp_num_layers: 2, mtp_loss_scaling_factor: 0.5}", "train_iters=3"]
     with kept_double():
@@ -143,18 +142,10 @@ def test_one_teacher_twice_is_that_teacher(folder):
     path = folder / "teacher.yaml"
     files = [str(folder / "w.safetensors")] * 2
     two = [
-        *settings(folder, projection=files, teachers="averaged_logits"),
+        *settings(folder, projection=files, teacher_weights=[0.25, 0.75]),
         f"objective.teacher_recipe={json.dumps([str(path)] * 2)}",
     ]
     found = [train(folder / "student.yaml", *given, "train_iters=2").losses for given in (one, two)]
-    assert found[0] == pytest.approx(found[1], rel=1e-12)
-
-
-def test_average_of_one_teacher_is_that_teacher_for_any_weight(folder):
-    averaged = settings(folder, "alm", teachers="averaged_logits", teacher_weights=[3.0])
-    found = [
-        train(folder / "student.yaml", *given, "train_iters=2").losses for given in (settings(folder, "alm"), averaged)
-    ]
     assert found[0] == pytest.approx(found[1], rel=1e-12)
 
 
@@ -182,26 +173,10 @@ def test_mistakes_are_named_before_a_step(folder, tmp_path):
     assert "teacher_weights has 2 numbers, but there are 1 teachers" in refused(*good, *options(teacher_weights=[1, 2]))
     assert "kd_weight=0 and ce_weight=0 leave no loss" in refused(*good, *options(kd_weight=0))
     assert "greater than or equal to 0" in refused(*good, *options(teacher_weights=[-1]))
-    averaged = {"teachers": "averaged_logits"}
-    assert "set rendering=student" in refused(*good, *options(rendering="own", **averaged))
-    twice = f"objective.teacher_recipe={json.dumps([str(folder / 'teacher.yaml')] * 2)}"
-    trimmed, names = tmp_path / "trimmed.safetensors", ["--student", str(folder / "student")]
-    names += ["--teacher", str(folder / "teacher"), "--top-k", "1"]
-    trim = ["xtoken", "trim", str(folder / "w.safetensors"), "--output", str(trimmed), *names]
-    assert run_command(*trim).exit_code == 0
-    files = [str(folder / "w.safetensors"), str(trimmed)]
-    assert "name one file for all" in refused(*good, twice, *options(projection=files, **averaged))
-    larger = tmp_path / "larger.yaml"
-    larger.write_text((folder / "teacher.yaml").read_text().replace("  dtype:", "  vocab_size: 2000\n  dtype:"))
-    unlike = f"objective.teacher_recipe={json.dumps([str(folder / 'teacher.yaml'), str(larger)])}"
-    assert "give their recipes one model.vocab_size" in refused(
-        *good, unlike, *options(projection=files[:1] * 2, **averaged)
-    )
     missing = tmp_path / "missing.safetensors"
     assert f"objective.options.projection={missing}: no such file" in refused(
         *settings(folder, projection=str(missing))
     )
-    assert "which must be above 0" in refused(*good, *options(teacher_weights=[0], **averaged))
     assert "was built for another student's tokenizer" in refused(*good, f"data.tokenizer={folder / 'teacher'}")
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes((folder / "w.safetensors").read_bytes()[:-100])

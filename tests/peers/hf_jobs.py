@@ -72,6 +72,14 @@ def write_recipe(folder: Path) -> Path:
     return recipe
 
 
+def change_folder(source: Path, config: Mapping[str, Any], weights: Mapping[str, torch.Tensor | None]) -> None:
+    """Change keys of a folder's configuration, and weights of its one file; None removes one."""
+    content = json.loads((source / "config.json").read_text()) | config
+    (source / "config.json").write_text(json.dumps(content))
+    kept = {name: one for name, one in (load_file(source / "model.safetensors") | weights).items() if one is not None}
+    save_file(kept, source / "model.safetensors", {"format": "pt"})
+
+
 def nll(model: Any, row: list[int]) -> torch.Tensor:
     """Negative log-likelihood of each token after the first, by transformers."""
     logprobs = torch.log_softmax(model(torch.tensor([row])).logits[0].float(), dim=-1)[:-1]

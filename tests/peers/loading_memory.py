@@ -11,7 +11,7 @@ from bridge_models import auto_bridge
 
 from mcore_prefix_tree.cpu.launcher import single_process
 from mcore_prefix_tree.mcore.models.bridge import load_bridge, load_folder, make_provider
-from mcore_prefix_tree.mcore.models.bridge_weights import check_shapes
+from mcore_prefix_tree.mcore.models.bridge_weights import check_weights
 from mcore_prefix_tree.mcore.models.build_gpt import build_chunks
 from mcore_prefix_tree.settings import ModelConfig, ParallelConfig
 from mcore_prefix_tree.settings.hf_folder import HuggingFaceFolder
@@ -37,7 +37,8 @@ def main(folder: str) -> None:
         for parameter in chunks[0].parameters():
             parameter.data.fill_(0)  # pages that nothing has touched are no memory yet
         # Modules imported on the way are no weights.
-        check_shapes(HuggingFaceFolder.read(folder), load_bridge(folder).hf_pretrained.config)
+        read = HuggingFaceFolder.read(folder)
+        check_weights(read, load_bridge(folder).hf_pretrained.config, {*read.files}, set())
         before, seen, done = own_memory(), [0.0], threading.Event()
 
         def watch() -> None:

@@ -12,7 +12,7 @@ import pytest
 from harness.marks import quick
 from harness.wheels import wheel
 
-from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_DELTA_NET
+from mcore_prefix_tree.mcore.release import HAS_DELTA_NET
 
 if not HAS_DELTA_NET:
     pytest.skip("Gated DeltaNet follows a tree since megatron-core 0.19", allow_module_level=True)

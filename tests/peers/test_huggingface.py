@@ -28,9 +28,12 @@ from hf_folders import LLAMA3, rows, saved_model
 from hf_jobs import (
     DEPTH,
     PP2,
+    QUICK,
+    REFERENCE,
     STILL,
     TP2_SP,
     assert_same_folder,
+    change_folder,
     check_depth,
     loss_of_depth,
     nll,
@@ -42,8 +45,6 @@ from hf_jobs import (
     write_depth_job,
     write_job,
 )
-
-from mcore_prefix_tree.utils import os_signals
 
 pytestmark = pytest.mark.usefixtures("megatron_bridge")
 
@@ -98,7 +99,7 @@ def test_signal_during_the_export_does_not_stop_it(tmp_path: Path, monkeypatch: 
 
     def interrupted(*args: Any, **options: Any) -> None:
         # It would end this process, and pytest with it.
-        if signal.getsignal(signal.SIGTERM) is os_signals._end_at_once:
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             raise OSError(errno.EINTR, "ended at once")
         os.kill(os.getpid(), signal.SIGTERM)
         save_file(*args, **options)
@@ -245,10 +246,10 @@ def test_teacher_is_a_folder(tmp_path: Path) -> None:
         ({"architectures": ["UnheardOfForCausalLM"]}, "Megatron-Bridge cannot build UnheardOfForCausalLM"),
         ({"architectures": ["MistralForCausalLM"]}, "model_type=llama, which is LlamaForCausalLM in transformers"),
         ({"intermediate_size": 80}, "its weights do not fit its config.json"),
-        ({"num_hidden_layers": 3}, "lacks the weights of decoder.layers.2."),
+        ({"num_hidden_layers": 3}, "lacks 'model.layers.2."),
         (
             {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "rope_parameters": {"rope_type": "default"}},
-            "lacks the weights of decoder.layers.0.",
+            "lacks 'model.layers.0.self_attn.k_proj.bias'",
         ),
     ],
 )
@@ -301,7 +302,7 @@ def test_weights_that_one_rank_cannot_load(how: str, layout: tuple[str, ...], tm
     """The other rank ends too, with the same sentence: it does not wait in a collective."""
     recipe, source, _ = write_job(tmp_path, "Llama 3", max_shard_size="50KB")
     if how == "damaged":
-        says = f"{damage(source, 'model.layers.1.mlp.down_proj.weight')} cannot be read: "
+        says = f"{damage(source, 'model.layers.1.mlp.down_proj.weight')} is not a safetensors file, was cut off or is"
     else:
         config = json.loads((source / "config.json").read_text()) | {"intermediate_size": 80}
         (source / "config.json").write_text(json.dumps(config))
@@ -310,6 +311,84 @@ def test_weights_that_one_rank_cannot_load(how: str, layout: tuple[str, ...], tm
     assert done.code == 2, done.err
     assert len(done.errors) == 1, done.err
     assert says in done.errors[0]
+
+
+HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
+# Transformers takes none of them.
+IGNORED = {
+    "model.layers.9.self_attn.q_proj.weight": torch.rand(64, 64),
+    "model.layers.0.self_attn.rotary_emb.inv_freq": torch.rand(8),
+    "mtp.fc.weight": torch.rand(4, 6),
+}
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(one, marks=() if one == "Qwen3" else pytest.mark.ci) for one in QUICK if one != "Nemotron-H"],
+)
+def test_tied_folder_with_a_head_of_equal_bits(family: str, tmp_path: Path) -> None:
+    """Transformers ties the head, before training and after it."""
+    recipe, source, _ = write_job(tmp_path, family)
+    tied = weights_in(source)[EMBEDDINGS].clone()
+    change_folder(source, {"tie_word_embeddings": True}, {HEAD: tied, **IGNORED})
+    exported = tmp_path / "exported"
+    trained = run_command("train", recipe, "--hf", source, REFERENCE, f"checkpoint.export_hf={exported}")
+    assert trained.exit_code == 0, trained.output
+    for folder in (source, exported):
+        scores, model = tmp_path / f"{folder.name}.jsonl", read_model(folder)
+        scored = run_command("score", recipe, "--hf", folder, REFERENCE, "--output", scores)
+        assert scored.exit_code == 0, scored.output
+        assert worst_score(scores, model) <= 1e-5
+        assert model.lm_head.weight is model.get_input_embeddings().weight
+    assert not torch.equal(weights_in(exported)[HEAD], tied)
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "weights", "says"),
+    [
+        ("Llama 3", {"tie_word_embeddings": True}, {}, "'lm_head.weight' differs from 'model.embed_tokens.weight'"),
+        ("Qwen3", {}, {HEAD: torch.rand(128, 64)}, "'lm_head.weight' differs from 'model.embed_tokens.weight'"),
+        ("Qwen3", {}, {HEAD: torch.rand(96, 64)}, "'lm_head.weight' has shape [96, 64] instead of [128, 64]"),
+        ("Qwen3", {}, {HEAD: torch.rand(128, 64), EMBEDDINGS: None}, "has 'lm_head.weight', which"),
+        ("Qwen3", {"tie_word_embeddings": False}, {}, "lacks 'lm_head.weight' of transformers' model"),
+        ("Llama 3", {}, {f"{EMBEDDINGS[:-6]}bias": torch.rand(64)}, "embed_tokens.bias', which"),
+        ("Qwen3-MoE", {"attention_bias": True}, {}, "lacks 'model.layers.0.self_attn."),
+        ("Gemma 4 31B", {}, {"model.layers.1.self_attn.v_proj.weight": torch.rand(32, 64)}, "v_proj.weight'"),
+    ],
+)
+def test_folders_that_transformers_reads_as_another_model(
+    family: str, config: dict[str, Any], weights: dict[str, torch.Tensor | None], says: str, tmp_path: Path
+) -> None:
+    recipe, source, _ = write_job(tmp_path, family)
+    change_folder(source, config, weights)
+    refused = run_command("verify", recipe, "--hf", source, REFERENCE)
+    assert refused.exit_code == 2, refused.output
+    assert says in " ".join(refused.output.split())
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "says"),
+    [
+        ("Llama 3", {"hidden_size": 66}, "The hidden size (66) is not a multiple of the number of attention heads (4)"),
+        ("Qwen3", {"layer_types": ["full_attention"]}, "must be equal to the number of `layer_types` (1)"),
+        ("Qwen3", {"layer_types": ["another", "full_attention"]}, "The `layer_types` entries must be in"),
+        ("Qwen3", {"rope_parameters": {"rope_type": "yarn"}}, "Missing required keys in `rope_parameters`"),
+        ("Qwen3", {"rope_scaling": "linear"}, "Validation error for field 'rope_parameters'"),
+        ("Qwen3", {"rms_norm_eps": "small"}, "Validation error for field 'rms_norm_eps'"),
+        ("Granite 4 dense", {"mamba_d_head": 8}, "The dimensions for the Mamba head state do not match"),
+    ],
+)
+def test_contradicting_configurations_are_refused_at_once(
+    family: str, config: dict[str, Any], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, source, _ = write_job(tmp_path, family)
+    change_folder(source, config, {})
+    monkeypatch.setattr("time.sleep", lambda _: pytest.fail("waits for the network"))
+    refused = run_command("verify", recipe, "--hf", source)
+    assert refused.exit_code == 2, refused.output
+    said = " ".join(refused.output.split())
+    assert "transformers refuses config.json" in said, said
+    assert says in said
 
 
 def test_weights_that_no_layer_reads(tmp_path: Path) -> None:

@@ -27,10 +27,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from verl_engines import compare, compare_pictures, emulated, engine, track
 
 from mcore_prefix_tree.cpu.emulation import cpu_emulation
-from mcore_prefix_tree.mcore import multi_token_names
+from mcore_prefix_tree.mcore.release import HAS_DEPTHS, NEEDS_DEPTHS
 
 ROOT = Path(__file__).parents[2]
-NEEDS_DEPTHS = pytest.mark.skipif(not multi_token_names.are_there(), reason=f"needs {multi_token_names.NEEDED}")
+NEEDS_DEPTHS = pytest.mark.skipif(not HAS_DEPTHS, reason=f"needs {NEEDS_DEPTHS}")
 
 
 @in_layouts("single", "tp2-sp", "pp2", "dp2", "pp2-vpp2", "ep2")

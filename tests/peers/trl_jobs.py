@@ -16,6 +16,8 @@ from PIL import Image
 from mcore_prefix_tree.integrations.trl import LogFolding, fold_backbone
 
 STEPS = 3
+# By default, TRL trains float32 weights under autocast, and recomputes layers.
+EXACT = {"bf16": False, "gradient_checkpointing": False}
 PROMPT = "look up the parcel and say where it is. "
 ANSWERS = ["it is lost", "it is late", "the parcel is here", "it is lost"]
 LABELLED = [{"prompt": PROMPT, "completion": ANSWERS[at % 4] + str(at), "label": at % 3 > 0} for at in range(STEPS * 4)]
@@ -70,9 +72,8 @@ class Job:
         config = getattr(trl, f"{self.name}Config")(
             output_dir=str(folder / "out"), max_steps=STEPS, logging_steps=1, per_device_train_batch_size=4, seed=3,
             # Adam would make a full step of a gradient that is rounding only.
-            optim="sgd", learning_rate=1e-1, report_to="none", save_strategy="no", use_cpu=True, bf16=False,
-            disable_tqdm=True,
-            **{"gradient_checkpointing": False} | self.settings | (settings or {}),
+            optim="sgd", learning_rate=1e-1, report_to="none", save_strategy="no", use_cpu=True, disable_tqdm=True,
+            **self.settings | (settings or {}),
         )  # fmt: skip
         return getattr(trl, f"{self.name}Trainer")(
             model, args=config, train_dataset=Dataset.from_list(self.rows), processing_class=tokenizer,

@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import torch.distributed as dist
-from trl_jobs import JOBS, load_model
+from trl_jobs import EXACT, JOBS, load_model
 
 if __name__ == "__main__":
     folder, how = Path(sys.argv[1]), sys.argv[2]
-    logs = JOBS["SFT"].run(load_model(folder, folds=how == "folds"), folder, settings={"ddp_backend": "gloo"})
+    logs = JOBS["SFT"].run(load_model(folder, folds=how == "folds"), folder, settings=EXACT | {"ddp_backend": "gloo"})
     if dist.get_rank() == 0:
         (folder / f"{how}.json").write_text(json.dumps(logs))
     dist.destroy_process_group()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from harness.torchrun_jobs import RECIPE, run, write_job
 
-from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL
+from mcore_prefix_tree.mcore.release import HAS_HYBRID_MODEL
 
 pytestmark = pytest.mark.skipif(not HAS_HYBRID_MODEL, reason="HybridModel came with megatron-core 0.18")
 

@@ -6,7 +6,7 @@ import functools
 import math
 import random
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -219,14 +219,48 @@ def token_weights(samples: Sequence[Sample], by: str, length: float | None) -> t
             elif by == "sample_sum":
                 weights[index, t] = mask / (length or 1)
             else:
-                group = samples[index].signals.group
-                members = [j for j, other in enumerate(samples) if other.signals.group == group]
+                members = [j for j in range(len(samples)) if unit_of(samples, j, by) == unit_of(samples, index, by)]
                 weights[index, t] = mask / sum(len(positions[j]) for j in members)
     if by == "token":
         return weights, sum(map(len, positions))
-    if by == "group":
-        return weights, len({samples[i].signals.group for i, own in enumerate(positions) if own})
+    if by in ("group", "rollout"):
+        return weights, len({unit_of(samples, i, by) for i, own in enumerate(positions) if own})
     return weights, sum(1 for own in positions if own)
+
+
+def unit_of(samples: Sequence[Sample], index: int, by: str) -> Hashable:
+    """The group, or the rollout, of a sample."""
+    signals = samples[index].signals
+    return signals.group if by == "group" else index if signals.rollout is None else (signals.group, signals.rollout)
+
+
+def is_equal(samples: Sequence[Sample], index: int) -> bool:
+    """Whether a sample's group has equal rewards, or one rollout."""
+    members = [j for j, other in enumerate(samples) if other.signals.group == samples[index].signals.group]
+    rewards = {float(r) for j in members for r in np.atleast_1d(samples[j].signals.reward)}
+    return len(rewards) == 1 or len({unit_of(samples, j, "rollout") for j in members}) == 1
+
+
+def turns_of(sample: Sample) -> list[list[int]]:
+    """The positions of each unbroken run of scored tokens."""
+    found: list[list[int]] = []
+    for t in scored_positions(sample):
+        if found and found[-1][-1] == t - 1:
+            found[-1].append(t)
+        else:
+            found.append([t])
+    return found
+
+
+def sequences(samples: Sequence[Sample], level: str) -> dict[tuple[int, int], list[tuple[int, int]]]:
+    """The tokens, sample and position, of the rollout or turn that each scored token belongs to."""
+    together: dict[Hashable, list[tuple[int, int]]] = {}
+    for index, sample in enumerate(samples):
+        for number, turn in enumerate(turns_of(sample)):
+            is_part = level == "turn" and sample.signals.turn is None
+            key = (index, number) if is_part else index if level == "turn" else unit_of(samples, index, "rollout")
+            together.setdefault(key, []).extend((index, t) for t in turn)
+    return {token: own for own in together.values() for token in own}
 
 
 def kl(d: torch.Tensor | float, kind: str) -> torch.Tensor | float:
@@ -247,13 +281,7 @@ def advantages(config: PolicyGradient, samples: Sequence[Sample]) -> dict[tuple[
         return config.kl_coef * kl(float(signals.old_logprobs[t]) - float(signals.ref_logprobs[t]), config.estimator)
 
     def turns(index: int) -> list[list[int]]:
-        found: list[list[int]] = []
-        for t in positions[index]:
-            if found and found[-1][-1] == t - 1:
-                found[-1].append(t)
-            else:
-                found.append([t])
-        return found
+        return turns_of(samples[index])
 
     result: dict[tuple[int, int], float] = {}
     if config.advantage == "given":
@@ -336,29 +364,41 @@ def sft_loss(objective: Any, world: World | Alone) -> torch.Tensor:
 def policy_loss(config: PolicyGradient, world: World) -> torch.Tensor:
     """The step's loss, divided."""
     samples = world.samples
-    weights, divisor = token_weights(samples, config.normalise, config.normalise_length)
+    taught = [index for index in range(len(samples)) if not (config.filter_groups and is_equal(samples, index))]
+    own, divisor = token_weights([samples[index] for index in taught], config.normalise, config.normalise_length)
+    weights = {(taught[index], t): weight for (index, t), weight in own.items()}
     advantage = advantages(config, samples)
     total = world.logits.sum() * 0
+    logprobs = [world.logprobs(index) for index in range(len(samples))]
+    sequence = sequences(samples, config.ratio_level)
+
+    def old(index: int, t: int) -> torch.Tensor | float:
+        return logprobs[index][t].detach() if config.on_policy else float(samples[index].signals.old_logprobs[t])
+
+    def engine(index: int, t: int) -> float:
+        return float(samples[index].signals.rollout_logprobs[t])
+
+    def mean_over_mask(values: Callable[[int, int], Any], tokens: list[tuple[int, int]]) -> Any:
+        masks = {(i, t): float(samples[i].loss_mask[t]) for i, t in tokens}
+        return sum(mask * values(i, t) for (i, t), mask in masks.items()) / (sum(masks.values()) or 1.0)
+
+    ratios = {}
+    for tokens in sequence.values():
+        if tokens[0] not in ratios:
+            ratios[tokens[0]] = (
+                mean_over_mask(lambda i, t: logprobs[i][t].item() - float(old(i, t)), tokens),
+                mean_over_mask(lambda i, t: engine(i, t) - logprobs[i][t].item(), tokens),
+                torch.exp(mean_over_mask(lambda i, t: logprobs[i][t] - old(i, t), tokens) + torch.zeros(())),
+                math.exp(sum(float(old(i, t)) - engine(i, t) for i, t in tokens)),
+            )
     for index, sample in enumerate(samples):
-        own, entropy, signals = world.logprobs(index), world.entropies(index), sample.signals
-        positions = scored_positions(sample)
-
-        def old(t: int, own: Scalars = own, signals: Signals = signals) -> torch.Tensor | float:
-            return own[t].detach() if config.on_policy else float(signals.old_logprobs[t])
-
-        def mean_over_mask(values: Callable[[int], float], sample: Sample = sample) -> float:
-            masks = {t: float(sample.loss_mask[t]) for t in scored_positions(sample)}
-            return sum(mask * values(t) for t, mask in masks.items()) / (sum(masks.values()) or 1.0)
-
-        mean_diff = mean_over_mask(lambda t, own=own, old=old: own[t].item() - float(old(t)))
-        moved = mean_over_mask(lambda t, own=own, signals=signals: float(signals.rollout_logprobs[t]) - own[t].item())
-        of_sequence = torch.exp(mean_over_mask(lambda t, own=own, old=old: own[t] - old(t)) + torch.zeros(()))
-        sequence_tis = math.exp(sum(float(old(t)) - float(signals.rollout_logprobs[t]) for t in positions))
-        for t in positions:
+        own, entropy, signals = logprobs[index], world.entropies(index), sample.signals
+        for t in scored_positions(sample):
+            mean_diff, moved, of_sequence, sequence_tis = ratios[sequence[index, t][0]]
             a = advantage[index, t]
-            token_ratio = torch.exp(own[t] - old(t))
+            token_ratio = torch.exp(own[t] - old(index, t))
             ratio = token_ratio
-            if config.ratio_level == "sequence":
+            if config.surrogate_level == "sequence":
                 ratio = math.exp(mean_diff) * torch.exp(own[t] - own[t].detach())
             low, high = 1 - config.clip_eps_low, 1 + config.clip_eps_high
             clipped = min(max(ratio.item(), low), high)
@@ -374,7 +414,7 @@ def policy_loss(config: PolicyGradient, world: World) -> torch.Tensor:
                 if config.dual_clip is not None and a < 0 and loss.item() > -config.dual_clip * a:
                     loss = torch.tensor(-config.dual_clip * a, dtype=torch.float64)
             if config.tis_cap is not None:
-                by_token = math.exp(float(old(t)) - float(signals.rollout_logprobs[t]))
+                by_token = math.exp(float(old(index, t)) - engine(index, t))
                 weight = by_token if config.tis_level == "token" else sequence_tis
                 if config.tis_mode == "mask":
                     weight = weight if config.tis_floor <= weight <= config.tis_cap else 0.0
@@ -391,7 +431,7 @@ def policy_loss(config: PolicyGradient, world: World) -> torch.Tensor:
                 )
             if config.entropy_coef:
                 loss = loss - config.entropy_coef * entropy[t]
-            total = total + weights[index, t] * loss
+            total = total + weights.get((index, t), 0.0) * loss
     return total / max(1, divisor)
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -412,6 +413,48 @@ def test_one_dtype_for_all():
     (query, key, value), _ = random_inputs(3)
     with pytest.raises(ValueError, match=r"the dtypes torch.float64, torch.float32 and torch.float64: use one"):
         tree_attention(query, key.float(), value, metadata, softmax_scale=1.0)
+
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+@given(
+    st.lists(st.sampled_from(DTYPES), min_size=3, max_size=3) | st.sampled_from(DTYPES).map(lambda one: [one] * 3),
+    st.sampled_from(DTYPES[2:]),
+    st.sampled_from(EXACT),
+    st.booleans(),
+    st.booleans(),
+)
+def test_autocast_casts_as_for_sdpa(dtypes, dtype, backend, nested, backward_inside):
+    """The same errors, dtypes and values as SDPA's, and the bits of inputs that are cast by hand."""
+    metadata = metadata_of([6], [-1])
+    inputs = [one.detach().to(kind).requires_grad_() for one, kind in zip(random_inputs(6)[0], dtypes, strict=True)]
+    region = ExitStack()
+    region.enter_context(torch.autocast("cpu", dtype=dtype))
+    region.enter_context(torch.autocast("cpu", enabled=not nested, dtype=dtype))
+
+    def by_sdpa():
+        heads = [one.transpose(0, 1)[None] for one in inputs]
+        return F.scaled_dot_product_attention(*heads, is_causal=True, scale=0.3, enable_gqa=True)[0].transpose(0, 1)
+
+    with region:
+        try:
+            expected = by_sdpa()
+        except RuntimeError:
+            with pytest.raises(ValueError, match="use one"):
+                tree_attention(*inputs, metadata, softmax_scale=0.3, backend=backend)
+            return
+        out = tree_attention(*inputs, metadata, softmax_scale=0.3, backend=backend)
+        if not backward_inside:
+            region.close()
+        grads = torch.autograd.grad(out, inputs, torch.ones_like(out))
+    assert out.dtype == expected.dtype
+    assert (out - expected).abs().max() <= 4 * torch.finfo(out.dtype).eps * expected.abs().max()
+    cast = [one.detach().to(out.dtype).requires_grad_() for one in inputs]
+    wanted = run(backend, cast, torch.ones_like(out), metadata)
+    found = [out, *grads]
+    assert all(torch.equal(one, other.to(one.dtype)) for one, other in zip(found, wanted, strict=True))
+    assert [one.dtype for one in grads] == dtypes
 
 
 @given(sample_lists(min_samples=1, max_samples=5), st.sampled_from([None, 1, 2, 5]), st.booleans())

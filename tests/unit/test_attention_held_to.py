@@ -16,11 +16,9 @@ from attention_cases import case_of, random_inputs, results
 from harness.oracles import metadata_of, random_forest, worst
 from hypothesis import given
 from hypothesis import strategies as st
-from plain_kernel import KERNELS
 from torch.nn.attention.flex_attention import flex_attention
 
-from mcore_prefix_tree.attention import AttentionOptions, flex, path, reference
-from mcore_prefix_tree.attention.cascade import attention_through
+from mcore_prefix_tree.attention import AttentionOptions, cascade, flex, path, reference
 
 # Uncompiled, FlexAttention says that it is slow.
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -28,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without to
 
 @dataclass(frozen=True)
 class Method:
-    """A back-end, or the cascade through one kernel."""
+    """A back-end."""
 
     attention: Any
     judge: Any
@@ -39,7 +37,7 @@ class Method:
 
 METHODS = {
     "path": Method(path.attention, path),
-    **{f"cascade, {one.name}": Method(partial(attention_through, one), one) for one in KERNELS},
+    "cascade": Method(cascade.attention, cascade),
     "flex": Method(partial(flex.attend, flex_attention), flex, trains=False, dtype=torch.float32, limit=2e-6),
 }
 each_method = pytest.mark.parametrize("name", METHODS)
@@ -58,8 +56,7 @@ def held_to(name, metadata, *, heads=2, key_heads=1, dim=8, value_dim=None, sink
         value_dim=value_dim,
         needs_grad=method.trains,
     )
-    # The cascade itself refuses windows, and adds sinks to its kernels' results.
-    if (options.get("window") and name.startswith("cascade")) or method.judge.refusal(replace(case, options=asked)):
+    if method.judge.refusal(replace(case, options=asked)):
         return False
     inputs, grad_out = random_inputs(
         metadata.padded_size, heads=heads, key_heads=key_heads, dim=dim, value_dim=value_dim, dtype=method.dtype
@@ -136,8 +133,7 @@ def test_head_dims(name, dim, value_dim):
 # Of the options, which each method takes.
 TAKES = {
     "path": set(),
-    "cascade, torch on the CPU": {"sinks"},
-    "cascade, plain": {"sinks"},
+    "cascade": {"sinks"},
     "flex": set(),  # on a CPU
 }
 

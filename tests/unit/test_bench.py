@@ -24,7 +24,6 @@ from attention_bench.contestants import Contestant
 from attention_bench.costs import costs_of
 from attention_bench.measure import bench_attention
 from attention_bench.peers import PEERS, _build_areal, token_parents
-from attention_bench.plot import draw_roofline, points_of
 from attention_bench.report import cells, columns, flops, headline, lines_of
 from attention_bench.settings import Settings
 from attention_bench.workloads import standard_workloads, workload_of_samples
@@ -224,19 +223,6 @@ def test_a_deterministic_job_uses_only_deterministic_costs():
     rows.append(rows[0] | {"deterministic": False, "backward_seconds": [2]})
     costs = {cost["deterministic"]: cost["seconds"] for cost in costs_of(result)}
     assert costs == {True: {"flex": 5, "triton": 4}, False: {"flex": 5, "fa4": 2, "triton": 3}}
-
-
-def test_points_count_the_bytes_that_must_move():
-    points = {(method, part): (x, y) for method, part, x, y in points_of(RESULT)}
-    # 10 tokens, one head of 1, two bytes: q, k, v and out are 20 bytes each.
-    assert points["triton", "forward"] == (400 / 80, pytest.approx(400 / 1e12))
-    assert points["triton", "backward"] == (1000 / 160, pytest.approx(1000 / 2 / 1e12))
-    assert ("fa", "forward") not in points
-
-
-def test_the_roofline_is_a_png(tmp_path):
-    draw_roofline(RESULT, tmp_path / "roofline.png")
-    assert (tmp_path / "roofline.png").read_bytes().startswith(b"\x89PNG")
 
 
 # Peers.
@@ -570,11 +556,11 @@ def bench_cli(*arguments):
 @pytest.mark.ci
 def test_the_command_writes_a_well_formed_file(tmp_path):
     rollouts = write_rows(tmp_path / "rollouts.jsonl", ({"tokens": [*range(30), 50 + line]} for line in range(6)))
-    output, plot = tmp_path / "a" / "attention.json", tmp_path / "roofline.png"
+    output = tmp_path / "a" / "attention.json"
     sizes = ["--heads", "2", "--kv-heads", "1", "--head-dim", "8", "--dtype", "float32", "--device", "cpu"]
     done = bench_cli(
         *("--scale", "0.0005", "--repeats", "2", *sizes, "--data", str(rollouts), "--max-tokens", "64"),
-        *("--only", "rollouts, ", "--only", "P4096", "--output", str(output), "--plot", str(plot)),
+        *("--only", "rollouts, ", "--only", "P4096", "--output", str(output)),
     )
     assert done.exit_code == 0, done.output
     assert "rollouts, a sample per turn" in done.output
@@ -587,7 +573,7 @@ def test_the_command_writes_a_well_formed_file(tmp_path):
     ]
     for workload in result["workloads"]:
         methods = {(row["method"], row["layout"]) for row in workload["rows"]}
-        assert {("path", "tree"), ("cascade, torch on the CPU", "tree")} <= methods
+        assert {("path", "tree"), ("cascade", "tree")} <= methods
         assert {("torch on the CPU", "unfolded"), ("torch on the CPU", "dense")} <= methods
         assert {"triton", "fa4", "flex", "PrefixGrouper", "AReaL Triton", "gathered keys (TRL)"} <= {
             one["method"] for one in workload["missing"]
@@ -598,7 +584,6 @@ def test_the_command_writes_a_well_formed_file(tmp_path):
             assert row["difference"] < 1e-5
             pairs = "unfolded_pairs" if row["layout"] == "unfolded" else "pairs"
             assert row["layout"] == "dense" or row["pairs"] == workload[pairs]
-    assert plot.read_bytes().startswith(b"\x89PNG")
     assert costs_of(result)
 
 
@@ -647,8 +632,7 @@ def test_the_step_command_writes_a_well_formed_file(tmp_path, monkeypatch):
         for way in (comparison["folded"], comparison["packed"]):
             assert way[name] == pytest.approx([sum(parts.values()) for parts in way[kind]])
     lines = [line.rstrip() for line in done.out.splitlines()]
-    assert any(re.fullmatch(r"2 rounds +faster +range +bound +of its bound +range", line) for line in lines)
-    assert "the bound: the least seconds of each part unfolded, over its ratio" in lines
+    assert any(re.fullmatch(r"sharing can give at most \S+x; \d+% of it, by CPU time", line) for line in lines)
 
 
 def test_settings_are_the_case():

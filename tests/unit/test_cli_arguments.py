@@ -24,7 +24,6 @@ NUMBERS = [
     *(("plan", option) for option in ("--max-tokens", "--dp", "--micro-batches", "--global-batch-size", "--seed")),
     *(("inspect", option) for option in ("--trees", "--min-shared-tokens")),
     *(("score", option) for option in ("--teacher-top-k",)),
-    *(("calibrate", option) for option in ("--repeats",)),
     *(("bench step", option) for option in ("--repeats",)),
     *(("xtoken build-projection", option) for option in ("--top-k", "--tokens-kept")),
     *(("xtoken inspect-alignment", option) for option in ("--samples", "--chunks")),
@@ -67,16 +66,6 @@ def test_a_group_without_a_command_shows_its_help() -> None:
         assert done.exit_code == 2
         assert "error:" not in done.output
         assert done.stderr == ""
-
-
-@pytest.mark.parametrize("columns", ["0", "-1", "1", "39", "wide", "9" * 5000])
-@pytest.mark.parametrize("arguments", [["inspect"], ["plan", "--help"]])
-def test_terminal_without_width_prints_as_usual(data: Path, arguments: list[str], columns: str) -> None:
-    command, *options = arguments
-    files = [] if "--help" in options else [data]
-    shown = cli(command, *files, *options, COLUMNS=columns, TERMINAL_WIDTH=columns)
-    assert shown.exit_code == 0, shown.output
-    assert shown.output == cli(command, *files, *options, COLUMNS="80").output
 
 
 def test_the_most_micro_batches_are_named(data: Path) -> None:

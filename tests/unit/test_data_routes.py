@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import base64
+import io
+import json
+import os
+import struct
+import warnings
+import zipfile
 
 import numpy as np
 import pytest
 from data_sources import CHAT, CharacterTokenizer
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 
 from mcore_prefix_tree import Sample, SampleError
-from mcore_prefix_tree.data import packed_arrays, read_samples
-from mcore_prefix_tree.data.fingerprint import Ranks, check_same_samples
+from mcore_prefix_tree.data import read_samples
+from mcore_prefix_tree.data.fingerprint import check_same_samples
 from mcore_prefix_tree.data.packed_arrays import pack_array
+from mcore_prefix_tree.data.skipped import Skipped
 from mcore_prefix_tree.data.write import make_row, rows_file
+from mcore_prefix_tree.utils.ranks import Ranks
 
 TOKENS = {"tokens": [1, 2, 3, 4], "loss_mask": [0, 0, 1, 1]}
 ROUTES = [[[0, 5], [1, 2]], [[4, 3], [200, 1]], [[5, 2], [3, 0]]]
@@ -109,7 +119,7 @@ def test_a_resumed_job_notices_other_routes():
         (packed(ROUTES, data="?"), ".data' must be the base64 text of the array's bytes"),
         (packed(ROUTES, shape=[4, 2, 2]), ".data' has 48 bytes, but an array of int32 and shape [4, 2, 2] has 64"),
         (ROUTES[:2], "has 2 rows but 'tokens' has 4; there must be one for each, or for each but the last"),
-        (packed(ROUTES, shape=[3, 4]), "must be integers [tokens, layers, top-k]"),
+        (packed(ROUTES, shape=[3, 4]), ".shape' must be a list of sizes, [tokens, layers, top-k]"),
     ],
 )
 def test_malformed_routes_name_the_line(read, routes, says):
@@ -157,14 +167,17 @@ def test_a_file_that_changed_is_read_again(tmp_path, read):
         ({"npz": "link.npz"}, r"\.npz' names 'link.npz', outside the folder of the data"),
         ({"npz": "a\0b"}, r"\.npz' names 'a\\x00b', which cannot be read"),
         ({"npz": "text.npz"}, r"\.npz' names 'text.npz', which cannot be read"),
-        ({"npz": "one.npy"}, r"\.npz' names 'one.npy', which cannot be read \(it is not an .npz file\)"),
+        ({"npz": "one.npy"}, r"\.npz' names 'one.npy', which cannot be read \(it is not an .npz file, or is damaged\)"),
         ({"npz": "cut.npz"}, r"\.npz' names 'cut.npz', which cannot be read"),
         (
             {"key": "1"},
             r"\.key' is '1', which 'routes.npz' does not have; it has 3 keys, for example 0, objects, floats",
         ),
-        ({"key": "objects"}, r"\.npz' names 'routes.npz', which cannot be read \(Object arrays cannot be loaded"),
-        ({"key": "floats"}, r"' must be integers \[tokens, layers, top-k\]"),
+        (
+            {"key": "objects"},
+            r"\.key' names object \(2,\) of 'routes.npz'; it must be integers \[tokens, layers, top-k\]",
+        ),
+        ({"key": "floats"}, r"\.key' names float64 \(3, 2, 2\) of 'routes.npz'; it must be integers"),
         ({"key": 1}, r"' must name a file and a key of it"),
     ],
     ids=lambda value: str(value)[:20] if isinstance(value, dict) else "",
@@ -183,18 +196,19 @@ def test_a_reference_that_is_wrong_names_the_line(tmp_path, read, reference, say
         read(TOKENS, in_file(**reference))
 
 
-def test_a_large_array_of_a_file_is_refused(tmp_path, read, monkeypatch):
-    monkeypatch.setattr(packed_arrays, "ARRAY_BYTES", 128)
-    np.savez_compressed(tmp_path / "routes.npz", **{"0": np.zeros((3, 1000, 1000), dtype=np.int8)})
-    with pytest.raises(SampleError, match=r"rollouts\.jsonl:1: field 'routed_experts\.key' names 2 MiB of"):
+@pytest.mark.parametrize("shape", [(1000, 1000, 100), (1, 1000, 100_000)])
+def test_an_array_larger_than_its_line_is_not_read(tmp_path, read, monkeypatch, shape):
+    np.savez_compressed(tmp_path / "routes.npz", **{"0": np.zeros(shape, dtype=np.int8)})
+    monkeypatch.setattr(zipfile.ZipFile, "read", None)
+    with pytest.raises(SampleError, match=r"rollouts\.jsonl:1: field 'routed_experts\.key' names int8 \(1"):
         read(in_file())
 
 
 def test_routes_of_new_tokens_name_their_start(read):
     response = {"tokens": TOKENS["tokens"], "loss_mask": TOKENS["loss_mask"]}
     (whole,) = read(response | {"routed_experts": [None, *ROUTES[1:]]})
-    for given in ({"ids": ROUTES[1:]}, pack_array(np.array(ROUTES[1:], dtype=np.int16))):
-        (sample,) = read(response | {"routed_experts": {"start": 1, **given}})
+    for form in ({"ids": ROUTES[1:]}, pack_array(np.array(ROUTES[1:], dtype=np.int16))):
+        (sample,) = read(response | {"routed_experts": {"start": 1, **form}})
         assert np.array_equal(sample.signals.routes.ids, whole.signals.routes.ids)
     with pytest.raises(SampleError, match=r"field 'routed_experts\.start' is -1"):
         read(response | {"routed_experts": {"start": -1, "ids": ROUTES[1:]}})
@@ -208,3 +222,99 @@ def test_placeholder_in_the_middle_is_warned_of(read, caplog):
     read(row | {"routed_experts": [real, placeholder, real, real, None]})
     (said,) = caplog.messages
     assert "rollouts.jsonl:1: field 'routed_experts' sends the token at index 1 to the first experts" in said
+
+
+def whole_npz(dtype="<i4", size="3"):
+    return npz_with(f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': ({size}, 2, 2), }}\n".encode())
+
+
+def npz_with(header, body=bytes(48)):
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("0.npy", b"\x93NUMPY\1\0" + struct.pack("<H", len(header)) + header + body)
+    return stream.getvalue()
+
+
+def flip_bit(places):
+    content = bytearray(whole_npz())
+    for place in places:
+        content[place // 8 % len(content)] ^= 1 << place % 8
+    return bytes(content)
+
+
+DTYPES = st.sampled_from(
+    ["<i4", ">i4", "|O", "<M8[s]", "<c8", "<U9", "|V4", "<i3", "i4,i4", "<f4", "|S0", "\\d", "|b1"]
+)
+SIZES = st.sampled_from(
+    ["3", "4", "0", "-1", "True", "1" + "0" * 30, "3.0", "3L", "None", "nan", "(" * 200, "[" * 5000]
+)
+FILES = (
+    st.lists(st.integers(0, 1 << 12), min_size=1, max_size=4).map(flip_bit)
+    | st.binary(max_size=900).map(npz_with)
+    | st.builds(whole_npz, DTYPES, SIZES)
+    | st.integers(0, 200).map(lambda end: whole_npz()[:end])
+)
+NUMBERS = st.sampled_from([0, 1, 2, 3, -1, True, 1.0, None, "3", [3], 2**31, 2**32, 2**63, 10**30, {}])
+
+
+def end_in_a_sentence(folder, *records):
+    """Read records; each that cannot be read is skipped with one sentence in our words, which names file and line."""
+    path = folder / "rollouts.jsonl"
+    path.write_text("".join(json.dumps({**TOKENS, **record}) + "\n" for record in [*records, {}]))
+    skipped = Skipped()
+    found = read_samples(path, on_error="skip", skipped=skipped)
+    assert len(found) + skipped.count == len(records) + 1
+    for sentence in skipped.first:
+        assert sentence.startswith(f"{path}:1: field 'routed_experts")
+        assert "\n" not in sentence
+        assert not any(word in sentence for word in ("allow_pickle", "header", "reshape", "inhomogeneous"))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(content=FILES)
+@example(content=npz_with(b"{'descr': '<i4',"))
+@example(content=npz_with(b"  {\n x\n   y"))
+@example(content=npz_with(b"(" * 900))
+@example(content=npz_with(b"-" * 9000 + b"1"))
+@example(content=npz_with(b"{'descr': '<i4\0'}"))
+def test_any_file_is_read_or_skipped_with_a_sentence(tmp_path, content):
+    (tmp_path / "routes.npz").write_bytes(content)
+    end_in_a_sentence(tmp_path, in_file())
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    shape=st.lists(NUMBERS, max_size=5) | NUMBERS,
+    dtype=st.sampled_from(["int32", "int9", None, [], {}]),
+    cut=st.booleans(),
+)
+@example(shape=[2**32, 2**32], dtype="int32", cut=True)
+@example(shape=[[1], [2, 3]], dtype="int32", cut=True)
+@example(shape=[1] * 66, dtype="int32", cut=False)
+@example(shape=[2**31 - 1, 2**16, 0], dtype="int64", cut=True)
+def test_any_packed_array_is_read_or_skipped_with_a_sentence(tmp_path, shape, dtype, cut):
+    end_in_a_sentence(
+        tmp_path, {"routed_experts": packed(ROUTES, shape=shape) | {"dtype": dtype} | ({"data": ""} if cut else {})}
+    )
+
+
+@pytest.mark.parametrize("kind", ["loop", "fifo", "folder", "encrypted", "bzip2", "twice"])
+def test_files_of_every_kind_are_read_or_skipped_with_a_sentence(tmp_path, kind):
+    path = tmp_path / "routes.npz"
+    if kind == "loop":
+        path.symlink_to(path)
+    elif kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "encrypted":
+        content = bytearray(whole_npz())
+        content[6] |= 1
+        content[content.find(b"PK\1\2") + 8] |= 1
+        path.write_bytes(content)
+    else:
+        with warnings.catch_warnings(), zipfile.ZipFile(path, "w", zipfile.ZIP_BZIP2) as file:
+            warnings.simplefilter("ignore")
+            for _ in range(1 + (kind == "twice")):
+                file.writestr("0.npy", bytes(100))
+    end_in_a_sentence(tmp_path, in_file())

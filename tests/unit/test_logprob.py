@@ -64,6 +64,19 @@ def test_values_and_gradients_one_by_one(samples, seed, block):
         check_against_naive(layout, random_logits(layout, seed=seed), limit=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_autocast_changes_no_bit(dtype):
+    layout = fold([Sample(tokens=[1, 2, branch]) for branch in range(3)])
+    logits, scores = random_logits(layout, dtype=dtype), []
+    for on in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=on):
+            scores.append(edge_logprobs(logits, Edges.from_layout(layout), with_entropy=True))
+    grads = [torch.autograd.grad(logprob.sum() + entropy.sum(), logits)[0] for logprob, entropy in scores]
+    for off, on in zip((*scores[0], grads[0]), (*scores[1], grads[1]), strict=True):
+        assert off.dtype == on.dtype
+        assert torch.equal(off, on)
+
+
 def test_many_rows_and_extreme_logits(rows):
     samples = [Sample(tokens=[1, 2, branch, *range(length)]) for branch in range(7) for length in range(1, 4)]
     layout = fold(samples, pad_to_multiple_of=4)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from objective_oracles import VOCAB, World, changed, policy_loss, random_cut, run_logprobs
 from rollouts import advantages_by_hand, as_samples, rollouts, shapes
 
-from mcore_prefix_tree import Sample, SampleError, Signals
+from mcore_prefix_tree import Sample, SampleError, Signals, fold
 from mcore_prefix_tree.objectives import SupervisedFineTuning, make_objective
 
 BASELINES = ["group_mean", "group_mean_std", "leave_one_out"]
@@ -75,21 +75,51 @@ def test_advantages_are_those_of_the_rollouts(baseline, per_turn, shape, seed):
 @given(shape=shapes, seed=st.integers(0, 99))
 def test_turns_train_like_complete_rollouts(name, options, normalise, shape, seed):
     """Loss and gradient of one sample per turn equal those of one per rollout, token by token, for any cut."""
+    check_turns(name, options, normalise, shape, seed)
+
+
+OF_SEQUENCES = [
+    ("gspo", {"clip_eps_low": 0.05, "clip_eps_high": 0.1}),
+    ("grpo", {"tis_cap": 1.5, "tis_floor": 0.5, "tis_level": "sequence"}),
+    ("cispo", {"surrogate_level": "sequence", "tis_cap": 3.0, "tis_level": "sequence", "on_policy": True}),
+    ("dapo", {"off_policy_mask": 0.05, "tis_cap": 3.0, "tis_level": "sequence", "tis_mode": "mask"}),
+    ("dr_grpo", {"kl_coef": 0.3, "kl_importance": "sequence", "advantage": "leave_one_out"}),
+    ("gspo", {"on_policy": True, "kl_coef": 0.3, "kl_importance": "sequence", "filter_groups": True}),
+]
+
+
+@pytest.mark.parametrize("level", ["rollout", "turn"])
+@pytest.mark.parametrize(
+    ("name", "options"), OF_SEQUENCES, ids=[f"{name}{i}" for i, (name, _) in enumerate(OF_SEQUENCES)]
+)
+@given(shape=shapes, seed=st.integers(0, 99), normalise=st.sampled_from(list(SAME)))
+def test_a_sequence_is_the_same_whether_turns_are_samples(name, options, level, normalise, shape, seed):
+    """Of complete rollouts, too: a turn is then a run of scored tokens."""
+    check_turns(name, options | {"ratio_level": level}, normalise, shape, seed)
+
+
+def check_turns(name, options, normalise, shape, seed):
     shape = tuple(turns if len(turns) > 1 else (*turns, 2) for turns in shape)
     made = rollouts(shape, seed, vocab=VOCAB)
     wholes, turns = as_samples(made, seed, scale=0.3, around=-3.7)
     whole, cut_up = table_of(wholes, seed), table_of(turns, seed)
+    if options.get("filter_groups"):  # as if these groups were not there
+        equal = {own.group for own in made if len({o.reward for o in made if o.group == own.group}) == 1}
+        wholes = [sample for sample, own in zip(wholes, made, strict=True) if own.group not in equal]
+        whole = table_of(wholes, seed)
     expected = policy_loss(make_objective(name, options | {"normalise": normalise}), whole)
     wanted = by_path(whole, torch.autograd.grad(expected, whole.logits)[0])
     objective = make_objective(name, options | {"normalise": SAME[normalise]})
+    apart = objective.together(turns) or range(len(turns))
+    units = [[index for index, key in enumerate(apart) if key == own] for own in dict.fromkeys(apart)]
     for parts in (1, 3):
-        cut = random_cut([[index] for index in range(len(turns))], parts, random.Random(seed))
+        cut = random_cut(units, parts, random.Random(seed))
         loss, _ = run_logprobs(objective, cut_up, cut)
         assert abs(loss.item() - expected.item()) <= 1e-12 * max(1.0, abs(expected.item()))
         got = by_path(cut_up, torch.autograd.grad(loss, cut_up.logits)[0])
         # A turn's sample ends with it: neither holds the tools' answers after the last turn.
-        assert got.keys() == wanted.keys()
-        assert all(close(got[path], wanted[path]) for path in wanted)
+        assert got.keys() == wanted.keys() or options.get("filter_groups")
+        assert all(close(value, wanted.get(path, torch.zeros_like(value))) for path, value in got.items())
 
 
 @pytest.mark.parametrize("normalise", ["sample", "sample_sum"])
@@ -140,6 +170,54 @@ def test_group_of_one_rollout():
         advantage = objective.targets(samples).columns["advantage"]
         assert advantage[:2].tolist() == [0.0, 0.0]
         assert advantage[2] < 0 < advantage[3]
+
+
+NORMALISERS = ["token", "sample", "sample_sum", "rollout", "group"]
+
+
+@pytest.mark.parametrize("normalise", NORMALISERS)
+def test_groups_of_equal_rewards_are_left_out(normalise):
+    """By hand: the weights and the divisor are those of a step without them, the advantages those of the whole step."""
+    dead = [turn(0, 1, 1.0), turn(1, 1, 1.0), turn(0, 2, 1.0)]
+    live = [turn(0, 3, 1.0, "q"), turn(0, 4, 0.0, "q"), turn(1, 4, 0.0, "q")]
+    options = {"on_policy": True, "normalise": normalise, "advantage": "group_mean_batch_std"}
+    usual, alone = (make_objective("grpo", options).targets(samples) for samples in ([*dead, *live], live))
+    targets = make_objective("grpo", options | {"filter_groups": True}).targets([*dead, *live])
+    assert targets.weight.tolist() == [0.0, 0.0, 0.0, *alone.weight.tolist()]
+    assert targets.divisor == alone.divisor < usual.divisor
+    assert targets.columns["advantage"].tolist() == usual.columns["advantage"].tolist()
+    assert targets.metrics == usual.metrics | {"filtered_groups": (1.0, 2.0)}
+    nothing = make_objective("grpo", options | {"filter_groups": True}).targets(dead)
+    assert (nothing.divisor, nothing.weight.tolist()) == (0, [0.0, 0.0, 0.0])
+    assert nothing.metrics["filtered_groups"] == (1.0, 1.0)
+
+
+def test_a_group_with_a_rollout_in_its_middle_is_not_left_out():
+    """Its advantage is 0, and it is all of the group that is scored; nor is one that a divergence makes unequal."""
+    unscored = [Sample(tokens=[7, 1], loss_mask=[0, 0], signals=Signals(reward=r, group="p")) for r in (0.0, 1.0)]
+    middle = make_objective("grpo", {"on_policy": True, "filter_groups": True}).targets([turn(0, 1, 0.5), *unscored])
+    assert (middle.divisor, middle.columns["advantage"].tolist()) == (1, [0.0])
+    drifted = [
+        changed(turn(0, rollout, 1.0), old_logprobs=[0, 0, 0, -1.0], ref_logprobs=[0, 0, 0, -float(rollout)])
+        for rollout in (1, 2)
+    ]
+    penalised = {"kl_coef": 0.1, "kl_in": "reward", "filter_groups": True}
+    assert make_objective("grpo", penalised).targets(drifted).divisor == 2
+
+
+def test_turns_of_a_rollout_that_are_cut_apart_are_refused():
+    samples = [turn(0, 1, 1.0), turn(1, 1, 1.0), turn(0, 2, 0.0)]
+    objective = make_objective("gspo", {"on_policy": True})
+    assert objective.together(samples) == [("p", 1), ("p", 1), ("p", 2)]
+    assert objective.together(samples[1:]) is None
+    for other in ({"ratio_level": "turn"}, {"surrogate_level": "token"}):
+        assert make_objective("gspo", {"on_policy": True} | other).together(samples) is None
+    with pytest.raises(ValueError, match="f:1 turn 0 and f:1 turn 1 are of one rollout but not in one micro-batch"):
+        objective.targets(samples).rows(fold(samples[1:]), [1, 2])
+    off_policy = {"tis_cap": 2.0, "tis_level": "sequence", "advantage": "given"}
+    assert make_objective("dapo", off_policy).together(samples) is None, "its weights are known before the step"
+    assert make_objective("dapo", off_policy).grouped_by == "rollout"
+    assert make_objective("dapo", off_policy | {"ratio_level": "turn"}).grouped_by is None
 
 
 def test_supervised_training_by_rollout():

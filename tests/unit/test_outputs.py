@@ -18,7 +18,7 @@ RECIPE = """
 data: {{path: data.jsonl, tokenizer: tokenizer}}
 validation: {{path: held_out.jsonl}}
 model: {model}
-batch: {{global_batch_size: 2, max_tokens: 64, calibration: costs.json}}
+batch: {{global_batch_size: 2, max_tokens: 64}}
 objective: {objective}
 train_iters: 2
 checkpoint: {{save: {run}, pretrained_checkpoint: weights}}
@@ -26,13 +26,13 @@ checkpoint: {{save: {run}, pretrained_checkpoint: weights}}
 MODEL = "{num_layers: 1, hidden_size: 16, num_attention_heads: 2, vocab_size: 128}"
 # Files of a job whose student distills from a teacher: those of the recipe and those of the teacher's recipe.
 JOB = (
-    *("student.yaml", "data.jsonl", "held_out.jsonl", "costs.json", "tokenizer/tokenizer.json"),
+    *("student.yaml", "data.jsonl", "held_out.jsonl", "tokenizer/tokenizer.json"),
     *("tokenizer/additional_chat_templates/tools.jinja", "run/latest_checkpointed_iteration.txt"),
     *("run/iter_0000003/metadata.json", "run/iter_0000003/mp_rank_00/model_optim_rng.pt", "weights/release/common.pt"),
     *("projection.safetensors", "teacher.yaml", "taught/iter_0000007/__0_0.distcp", "taught_tokenizer/tokenizer.json"),
 )
 PROJECTIONS = ("tokenizer/tokenizer.json", "taught_tokenizer/tokenizer.json")
-SAMPLES = ("data.jsonl", "tokenizer/tokenizer.json", "student.yaml", "costs.json", "taught/iter_0000007/__0_0.distcp")
+SAMPLES = ("data.jsonl", "tokenizer/tokenizer.json", "student.yaml", "taught/iter_0000007/__0_0.distcp")
 UNSAVED = [name for name in JOB if not name.startswith("run/")]
 BETWEEN = "--student tokenizer --teacher taught_tokenizer"
 # Command, its other arguments, the option or argument of the output, and the files that the command reads.
@@ -40,12 +40,10 @@ WRITERS = [
     ("train", "student.yaml", "--plot", JOB),
     ("train", "student.yaml", "log.metrics", JOB),
     ("score", "student.yaml --reference weights", "--output", (*JOB, "weights/iter_0000001/metadata.json")),
-    ("calibrate", "student.yaml", "--output", JOB),
     ("bench step", "student.yaml", "--output", UNSAVED),
     ("bench step", "student.yaml", "--plot", UNSAVED),
     ("inspect", "data.jsonl --tokenizer tokenizer --model student.yaml", "--plot", SAMPLES),
     ("plan", "data.jsonl --tokenizer tokenizer --model student.yaml", "--plot", SAMPLES),
-    ("plan", "data.jsonl --calibration held_out.jsonl", "--plot", ("data.jsonl", "held_out.jsonl")),
     ("xtoken export-teacher", "student.yaml", "--output", JOB),
     ("xtoken build-projection", BETWEEN, "OUTPUT", PROJECTIONS),
     (
@@ -107,7 +105,7 @@ def test_names_and_links_of_all_kinds_are_kept(job: Path) -> None:
     (job / "folder").symlink_to(target.parent)
     os.link(target, job / "hard.json")
     for path in (target, "run/../run/iter_0000003/metadata.json", "folder/metadata.json", "hard.json"):
-        done = run_command("calibrate", "student.yaml", "--output", path)
+        done = run_command("score", "student.yaml", "--output", path)
         assert f"--output {path}: is read by this command" in done.stderr
         assert done.exit_code == 2
     assert target.read_text() == "this is run/iter_0000003/metadata.json"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +28,7 @@ from mcore_prefix_tree.layout.tree_chunks import (
     whole_layouts,
 )
 from mcore_prefix_tree.metadata import TreeMetadata
-from mcore_prefix_tree.plan import BudgetError, CostModel, fewest_micro_batches, plan_step
+from mcore_prefix_tree.plan import BudgetError, CostModel, fewest_micro_batches, plan_step, report_plan
 from mcore_prefix_tree.plan.carry import WHOLE, TreePart, cut_tree, make_chunks, with_first_pass
 
 
@@ -264,8 +266,78 @@ def test_auto_takes_what_costs_less() -> None:
     assert plan_step(halves, max_tokens=62, cost_model=model, over_budget="auto").carrying is None
     assert plan_step(halves, max_tokens=62, cost_model=model, over_budget="carry").carrying is not None
     # Samples can be on two ranks, the chunks of a tree on one only.
-    answers = [Sample(tokens=[*range(90), 100 + at, 200 + at]) for at in range(30)]
-    assert plan_step(answers, max_tokens=100, dp_size=2, over_budget="auto").carrying is None
+    halves = [Sample(tokens=[*range(20), *([100 + at] * 60)]) for at in range(2)]
+    ranks = {dp: plan_step(halves, max_tokens=100, dp_size=dp, over_budget="auto").carrying for dp in (1, 2)}
+    assert ranks[1] is not None
+    assert ranks[2] is None
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> list[Sample]:
+    """Return groups of rollouts, agents with subagents and long samples, some of which begin alike."""
+    rows: list[list[int]] = []
+    for number in range(draw(st.integers(1, 5))):
+        kind, length = draw(st.sampled_from(["group", "agent", "long"])), draw(st.integers(1, 12))
+        history = [*[0] * draw(st.integers(0, 6)), *[1 + number] * length]
+        if kind == "long":
+            rows.append(history + [100] * draw(st.integers(0, 60)))
+        for turn in range(0 if kind == "long" else draw(st.integers(1, 8))):
+            answer = [100 + turn] * draw(st.integers(1, 10))
+            rows.append(history + answer)
+            if kind == "agent":
+                history = history + answer + [50] * draw(st.integers(0, 3))
+                if draw(st.booleans()):
+                    rows.append([90, 91, 92, number, turn, *[60] * draw(st.integers(1, 6))])
+    return make_samples(draw(st.permutations(rows)))
+
+
+@settings(max_examples=250, deadline=None)
+@given(
+    steps(),
+    st.integers(4, 64),
+    st.integers(1, 8),
+    st.sampled_from([0.0, 0.75, 3.0]),
+    st.sampled_from(
+        [
+            None,
+            CostModel(),
+            CostModel(pair=0.05, scored=0.3, micro_batch=7.0),
+            CostModel(pair=0.01, segment=2.0, level=5.0, state_tokens=3),
+        ]
+    ),
+    st.data(),
+)
+def test_auto_is_no_slower_than_another_way(
+    samples: list[Sample], budget: int, ranks: int, bubble: float, model: CostModel | None, data: st.DataObject
+) -> None:
+    """The slowest rank costs no more than with ``repeat`` or ``carry``, if these have a plan."""
+    limits: dict[str, Any] = {"max_tokens": budget, "dp_size": ranks, "cost_model": model}
+    limits |= {"micro_batch_multiple": data.draw(st.integers(1, 3)), "scores_first": data.draw(st.booleans())}
+    if data.draw(st.booleans()):
+        limits["together"] = data.draw(
+            st.lists(st.sampled_from([None, "a", "b"]), min_size=len(samples), max_size=len(samples))
+        )
+    asked: dict[str, Any] = {"bubble": bubble}
+    if data.draw(st.booleans()):
+        asked["micro_batches"] = fewest_micro_batches(samples, over_budget="auto", **limits)
+    costs = {}
+    for way in ("auto", "repeat", "carry"):
+        with suppress(BudgetError):
+            plan = plan_step(samples, over_budget=way, **limits, **asked)
+            seen = sorted(index for rank in plan.micro_batches for own in set(rank) for index in own)
+            assert seen == list(range(len(samples)))
+            costs[way] = report_plan(samples, plan, model or CostModel(), bubble=bubble).slowest
+    assert costs["auto"] == min(costs.values()), costs
+
+
+def test_other_trees_are_balanced_around_a_carried_one() -> None:
+    """An agent's conversation is carried on one rank, so the other one gets more of the small trees."""
+    agent = [Sample(tokens=[*range(10 * turn), *[1000 + turn] * 5]) for turn in range(1, 9)]
+    others = [Sample(tokens=[2000 + at] * 10) for at in range(30)]
+    plan = plan_step([*agent, *others], max_tokens=64, dp_size=2, over_budget="carry", cost_model=CostModel())
+    report = report_plan([*agent, *others], plan, CostModel())
+    assert report.imbalance < 1.05
+    assert plan_step([*agent, *others], max_tokens=64, dp_size=2, over_budget="auto").carrying is not None
 
 
 def test_few_micro_batches_get_full_chunks() -> None:

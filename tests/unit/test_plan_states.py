@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_prefix_tree import Sample, fold
-from mcore_prefix_tree.plan import BudgetError, CostModel, Measured, ModelWork, fewest_micro_batches, plan_step
+from mcore_prefix_tree.plan import BudgetError, CostModel, ModelWork, fewest_micro_batches, plan_step
 
 MODEL = CostModel(token=4.0, pair=0.125, segment=2.0)
 
@@ -97,13 +97,6 @@ def test_pair_above_the_budget_names_states():
     assert plan_step(pair, max_tokens=50, together=[0, 0], cost_model=CostModel()).num_micro_batches == 1
     with pytest.raises(BudgetError, match=r"max_tokens=50 \(states of recurrent layers count as 18 tokens"):
         plan_step(pair, max_tokens=50, together=[0, 0], cost_model=CostModel(state_tokens=18))
-
-
-def test_calibration_keeps_what_states_count():
-    model, shapes = CostModel(token=2.0, pair=0.5, state_tokens=18), [(10, 60), (20, 300), (40, 800), (80, 900)]
-    measured = [Measured(tokens, pairs, 3 * tokens + pairs + 7) for tokens, pairs in shapes]
-    for some in (measured[:1], measured):
-        assert model.calibrated(some).state_tokens == 18
 
 
 def test_tokens_that_states_of_known_models_count_as():

@@ -274,12 +274,17 @@ def test_truncated_weights_are_rejected(folder: Path, kept: int) -> None:
     file = folder / "model.safetensors"
     content = file.read_bytes()
     file.write_bytes(content[:kept])
-    says = f"has {len(content) - 1:,} bytes instead of {len(content):,}" if kept == -1 else "was cut off"
-    with pytest.raises(RecipeError, match=says):
+    with pytest.raises(RecipeError, match="was cut off or is damaged; download it again"):
         hf_recipe(folder)
 
 
-@pytest.mark.parametrize("header", [b"{}", b"[]", b'{"a": 1}', b'{"a": {"dtype": "F32"}}', b"[" * 5000])
+@pytest.mark.parametrize(
+    "header",
+    [
+        *(b"{}", b"[]", b'{"a": 1}', b'{"a": {"dtype": "F32"}}', b"[" * 5000),
+        *(b'{"a": {"dtype": "F32", "shape": [%s], "data_offsets": [0, 0]}}' % size for size in (b"true", b"-1", b"9")),
+    ],
+)
 def test_headers_that_are_not_of_safetensors(folder: Path, header: bytes) -> None:
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
     with pytest.raises(RecipeError, match="is not a safetensors file"):

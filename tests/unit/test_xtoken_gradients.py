@@ -41,9 +41,7 @@ def test_gradients_of_both_models_equal_unfolded_samples(name):
         device=torch.device("cpu"),
     )
     rows = [np.arange(layout.padded_size) for layout in layouts]
-    blocks = cut_blocks(
-        chunks, student_rows=rows[0], teacher_rows=rows[1], student_limit=9, teacher_limit=9, endings=side.endings
-    )
+    blocks = cut_blocks(chunks, student_rows=rows[0], teacher_rows=rows[1], student_limit=9, teacher_limit=9)
     loss = make_loss(settings, vocabularies)
     folded = sum(
         torch.dot(

@@ -59,7 +59,6 @@ def test_padded_columns_change_nothing(name):
         (LossSettings(mode="gold"), 0.190841),
         (LossSettings(mode="gold", reverse=True), 0.328090),
         (LossSettings(mode="h_kl"), -0.171883),
-        (LossSettings(mode="partition_kl"), 0.083505),
     ],
 )
 def test_the_worked_example(settings, loss):

@@ -12,9 +12,9 @@ import pytest
 import torch
 from xtoken_toys import Toy, tokenizer_of
 
-from mcore_prefix_tree.xtoken.projection import Entries, Projection, from_entries, list_entries, trim
+from mcore_prefix_tree.xtoken.projection import Entries, Projection, from_entries, trim
 from mcore_prefix_tree.xtoken.projection_build import BuildSettings, Vocabularies, shares, similar_names
-from mcore_prefix_tree.xtoken.projection_file import PartFiles, read_projection, write_projection
+from mcore_prefix_tree.xtoken.projection_file import read_projection, write_projection
 
 EXAMPLE = Vocabularies(
     Toy(["a", "b", "12"], "student", special=("<unk>", "</s>")),
@@ -25,8 +25,8 @@ NO_NAMES = BuildSettings(special_similarity=2.0)
 
 def dense(projection):
     matrix = np.zeros((projection.student_vocab_size, projection.teacher_vocab_size))
-    rows, columns, weights = list_entries(projection)
-    matrix[rows, columns] = weights
+    row, rank = np.nonzero(projection.columns >= 0)
+    matrix[row, projection.columns[row, rank]] = projection.weights[row, rank]
     return matrix
 
 
@@ -170,16 +170,13 @@ def test_files_hold_a_projection(tmp_path, name):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_the_sparse_form_holds_the_entries(tmp_path):
+def test_the_sparse_form_is_read(tmp_path):
     path, projection = tmp_path / "w.pt", EXAMPLE.exact_map(EXAMPLE.build())
-    write_projection(path, projection, sparse=True)
-    content = torch.load(path, weights_only=True)
-    assert content[4, 4] == pytest.approx(10 / 11)
+    entries = np.argwhere(dense(projection))
+    torch.save({(row, column): float(dense(projection)[row, column]) for row, column in entries.tolist()}, path)
     found = read_projection(path, student=EXAMPLE.student, teacher=EXAMPLE.teacher)
     assert found.columns.shape == (5, 2)
     np.testing.assert_array_equal(dense(found), dense(projection))
-    with pytest.raises(ValueError, match=r"w.safetensors: the sparse form is NeMo-RL's; give a name that ends in .pt"):
-        write_projection(tmp_path / "w.safetensors", projection, sparse=True)
 
 
 def nemo(path, indices, likelihoods, dtype=torch.float32, **more):
@@ -327,10 +324,10 @@ def test_bad_files_are_refused_in_one_sentence(tmp_path, name, capfd):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("name", "sparse"), [("w.safetensors", False), ("w.pt", False), ("w.pt", True)])
-def test_damage_anywhere_ends_in_a_sentence(tmp_path, name, sparse):
+@pytest.mark.parametrize("name", ["w.safetensors", "w.pt"])
+def test_damage_anywhere_ends_in_a_sentence(tmp_path, name):
     path, random_ = tmp_path / name, random.Random(4)
-    write_projection(path, EXAMPLE.build(), sparse=sparse)
+    write_projection(path, EXAMPLE.build())
     whole, refused = path.read_bytes(), []
     for _ in range(150):
         damaged = bytearray(whole[: random_.randrange(len(whole))] if random_.random() < 0.3 else whole)
@@ -375,54 +372,6 @@ def test_our_file_is_checked(tmp_path):
         write_projection(path, wrong)
         with pytest.raises(ValueError, match=reason):
             read_projection(path, **sides)
-
-
-class Counting(Toy):
-    calls = 0
-
-    def encode_text(self, text):
-        Counting.calls += 1
-        return super().encode_text(text)
-
-
-def test_interrupted_build_continues(tmp_path, monkeypatch):
-    monkeypatch.setattr("mcore_prefix_tree.xtoken.projection_build._PART", 2)
-    vocabularies = Vocabularies(Toy(["a", "b", "ab"]), Counting(["a", "b", "1", "2"]))
-    folder = tmp_path / "w.parts"
-    parts = PartFiles(folder=folder, key=vocabularies.key(NO_NAMES))
-    told = []
-
-    def interrupt(done, total):
-        told.append((done, total))
-        if done == 4:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        vocabularies.build(NO_NAMES, parts=parts, progress=interrupt)
-    assert told == [(2, 11), (4, 11)]
-    assert [path.name for path in sorted(folder.iterdir())] == ["forward-00000000.part", "forward-00000002.part"]
-    kept = sorted(folder.iterdir())[0]
-    kept.write_bytes(kept.read_bytes()[:-1])  # a disk that was full
-    Counting.calls = 0
-    found = vocabularies.build(NO_NAMES, parts=parts)
-    assert Counting.calls == 1  # ab; the first part has only special tokens
-    same(found, vocabularies.build(NO_NAMES))
-    parts.remove()
-    assert not folder.exists()
-
-
-def test_parts_of_another_build_are_not_used(tmp_path):
-    other = Vocabularies(Toy(["a", "b"]), Toy(["b", "a"]))
-    keys = {
-        EXAMPLE.key(NO_NAMES), EXAMPLE.key(BuildSettings()), EXAMPLE.key(BuildSettings(top_k=4)), other.key(NO_NAMES)
-    }  # fmt: skip
-    assert len(keys) == 4
-    other.build(NO_NAMES, parts=PartFiles(folder=tmp_path / "parts", key=other.key(NO_NAMES)))
-    (tmp_path / "parts" / "mine.txt").write_text("kept")
-    parts = PartFiles(folder=tmp_path / "parts", key=EXAMPLE.key(NO_NAMES))
-    same(EXAMPLE.build(NO_NAMES, parts=parts), EXAMPLE.build(NO_NAMES))
-    parts.remove()
-    assert [path.name for path in parts.folder.iterdir()] == ["mine.txt"]
 
 
 def test_file_describes_itself(tmp_path):

@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from mcore_prefix_tree.cpu.dot_product import LatentDotProductAttention
 from mcore_prefix_tree.cpu.specs import exchanged
-from mcore_prefix_tree.mcore import layer_names
+from mcore_prefix_tree.mcore.release import HAS_SPARSE_ATTENTION
 
 
 def _layer(**options: Any) -> Any:
@@ -31,5 +31,5 @@ def _sparse_layer() -> Any:
 
 dense_layer = _layer()
 expert_layer = _layer(num_experts=4)
-if layer_names.has_sparse_attention():
+if HAS_SPARSE_ATTENTION:
     sparse_layer = _sparse_layer()

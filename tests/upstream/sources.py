@@ -4,42 +4,40 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import os
+import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from harness.wheels import wheel
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "lib"))
-
-import source_patches
-
 ROOT = Path(__file__).parents[2]
-# By the name of a test: the version, None for the installed one.
-MEGATRON = {"installed": None, "0.19.0": "0.19.0", "0.19.2": "0.19.2"}
-TRANSFORMER_ENGINE = ("2.17.0", "2.17.1", "2.18.0", "2.19.0", "2.20.2")
+PATCHES = {
+    project: sorted((ROOT / "patches" / project).glob("*.patch")) for project in ("megatron-lm", "transformer-engine")
+}
+# The releases that the patches are written for.
+MEGATRON, TRANSFORMER_ENGINE = "0.19.2", "2.20.2"
 
 
-def patches(command: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """``scripts/patches``, run from elsewhere."""
-    return subprocess.run(
-        [str(ROOT / "scripts" / "patches"), command, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        cwd="/",
-        env=os.environ | {"PYTHON": sys.executable},
-    )
+def apply_patches(project: str, folder: Path, *options: str) -> None:
+    """Apply the patches of a project to a copy of its sources, by ``git apply`` as patches/README.md says."""
+    command = ["git", "apply", *options, *map(str, PATCHES[project])]
+    # A repository around the copy would make git leave out its files.
+    done = subprocess.run(command, cwd=folder, env={"GIT_CEILING_DIRECTORIES": "/"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
-def require_series(megatron_lm: Path) -> None:
-    """Skip if no patches exist for a checkout's or a package's version."""
-    try:
-        source_patches.series_for(source_patches.Target.megatron_lm(megatron_lm), source_patches.read_manifest())
-    except source_patches.PatchError as error:
-        pytest.skip(str(error))
+def require_patchable(version: str | None) -> None:
+    """Skip a test on a megatron-core that the patches are not written for."""
+    if version is None or not version.startswith("0.19."):
+        pytest.skip(f"the patches are written for megatron-core 0.19, not {version}")
+
+
+def version_of(megatron_lm: Path) -> str:
+    """Return the version of a checkout's or a package's megatron-core."""
+    text = (megatron_lm / "megatron/core/package_info.py").read_text()
+    return ".".join(re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", text, flags=re.MULTILINE))
 
 
 def installed_core() -> str | None:
@@ -50,28 +48,24 @@ def installed_core() -> str | None:
         return None
 
 
-def copied(folder: Path, package: str, into: Path) -> Path:
-    """A copy of a package and of pip's records about it."""
-    found = [
-        folder / package,
-        *folder.glob("megatron_core-*.dist-info"),
-        *folder.glob("transformer_engine-*.dist-info"),
-    ]
-    for path in found:
-        shutil.copytree(path, into / path.name, ignore=shutil.ignore_patterns("__pycache__"))
+def megatron_core(version: str | None, into: Path, cache: pytest.Cache) -> Path:
+    """Copy megatron-core; the installed one if no version is named."""
+    if version is not None:
+        source = wheel("megatron-core", version, cache)
+    else:
+        spec = importlib.util.find_spec("megatron.core")
+        assert spec is not None
+        assert spec.origin is not None
+        source = Path(spec.origin).parents[2]
+    return copied(source, into)
+
+
+def copied(source: Path, into: Path) -> Path:
+    """Copy the package megatron of a folder, without what Python compiled."""
+    shutil.copytree(source / "megatron", into / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
     return into
 
 
-def megatron_core(version: str | None, into: Path, cache: pytest.Cache) -> Path:
-    """A copy of megatron-core; the installed one if no version is named."""
-    if version is not None:
-        return copied(wheel("megatron-core", version, cache), "megatron", into)
-    spec = importlib.util.find_spec("megatron.core")
-    assert spec is not None
-    assert spec.origin is not None
-    return copied(Path(spec.origin).parents[2], "megatron", into)
-
-
 def content(folder: Path) -> dict[str, bytes]:
-    """Every file of a folder, and nothing but files."""
+    """Read every file of a folder."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

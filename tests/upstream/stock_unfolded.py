@@ -143,9 +143,12 @@ def objective_step(args: Any, samples: Any, model: Any) -> Any:
             alone = ValuesAlone(lambda tokens: logits_of(tokens)[:, 0], samples)
         total = formula(objective, alone) * divisor
 
+    # Losses of experts are multiplied by tokens.
+    tokens = divisor if args.num_experts is None else sum(map(len, samples))
+
     def loss_func(total: torch.Tensor) -> Any:
-        num_tokens = torch.tensor(divisor, dtype=torch.int, device=device)
-        return total, num_tokens, {"lm loss": torch.stack([total.detach().float(), num_tokens.float()])}
+        report = {"lm loss": torch.stack([total.detach().float(), torch.tensor(float(divisor), device=device)])}
+        return total * tokens / divisor, torch.tensor(tokens, dtype=torch.int, device=device), report
 
     return total, loss_func
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from sources import MEGATRON, ROOT, copied, megatron_core, patches, require_series
+from sources import ROOT, apply_patches, copied, megatron_core, require_patchable, version_of
 
 pytestmark = pytest.mark.ci
 HERE = Path(__file__).parent
@@ -39,15 +39,14 @@ def copies(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     if request.param == "checkout":
         if "MEGATRON_LM_PATH" not in os.environ:
             pytest.skip("MEGATRON_LM_PATH is not set")
-        both = [copied(Path(os.environ["MEGATRON_LM_PATH"]), "megatron", folder) for folder in folders]
+        both = [copied(Path(os.environ["MEGATRON_LM_PATH"]), folder) for folder in folders]
     else:
-        version = MEGATRON[request.param]
+        version = None if request.param == "installed" else request.param
         if version is not None:
             pytest.importorskip("triton", reason="megatron-core 0.19 imports triton")
         both = [megatron_core(version, folder, request.config.cache) for folder in folders]
-    require_series(both[1])
-    result = patches("apply", "--megatron-lm", both[1])
-    assert result.returncode == 0, result.stderr
+    require_patchable(version_of(both[1]))
+    apply_patches("megatron-lm", both[1], "--include=megatron/core/*")
     return Copies(*both)
 
 

@@ -23,7 +23,7 @@ from megatron_lm import (
     trained,
     write_samples,
 )
-from sources import ROOT, content, patches, require_series
+from sources import ROOT, apply_patches, content, require_patchable, version_of
 
 require_checkout()
 
@@ -60,15 +60,13 @@ def script(folder: Path, root: Path) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def patched(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    require_series(CHECKOUT)
+    require_patchable(version_of(CHECKOUT))
     root = tmp_path_factory.mktemp("checkout")
     shutil.copytree(CHECKOUT / "megatron", root / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
     for path in CHECKOUT.glob("*.py"):
         shutil.copy(path, root)
     original = content(root)
-    result = patches("apply", "--megatron-lm", root)
-    assert result.returncode == 0, result.stderr
-    assert "applied to 13 of 13 files" in result.stdout
+    apply_patches("megatron-lm", root)
     assert {name for name, data in content(root).items() if data != original.get(name)} >= {"pretrain_gpt.py"}
     return script(tmp_path_factory.mktemp("patched"), root)
 

@@ -185,7 +185,6 @@ def test_an_objective(tmp_path: Path, objective: str, layout: str) -> None:
 def test_dry_run(hybrid: Stock) -> None:
     run = trained(HYBRID, CPU, hybrid_model("*-*-"), TRAIN, FOLDED, hybrid.data, "--prefix-tree-dry-run")
     assert "first step: expected speed-up " in run.output
-    assert "a rank's memory: no estimate, because Megatron-LM has none of a hybrid model's weights" in run.output
 
 
 @needs_script

@@ -24,11 +24,11 @@ from megatron_lm import (
     trained,
 )
 
-from mcore_prefix_tree.mcore import multi_token_names
+from mcore_prefix_tree.mcore.release import HAS_DEPTHS, NEEDS_DEPTHS
 
 require_checkout()
-if not multi_token_names.are_there():
-    pytest.skip(f"needs {multi_token_names.NEEDED}", allow_module_level=True)
+if not HAS_DEPTHS:
+    pytest.skip(f"needs {NEEDS_DEPTHS}", allow_module_level=True)
 
 DEPTHS = "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.5"
 LAST = 3

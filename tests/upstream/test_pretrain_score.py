@@ -35,7 +35,7 @@ from megatron_lm import (
 )
 
 from mcore_prefix_tree.data.packed_arrays import pack_array, unpack_array
-from mcore_prefix_tree.mcore.compat import installed_version
+from mcore_prefix_tree.mcore.release import installed_version
 
 require_checkout()
 

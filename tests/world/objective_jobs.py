@@ -13,6 +13,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from harness.added_losses import OFF, AddedLosses, without_losses
 from harness.folded_jobs import VOCAB, branching_samples, in_precision_of, stock_spec, tree_spec
 from harness.kept_sets import with_sets
 from harness.worlds import Layout
@@ -333,7 +334,8 @@ def unfolded_step(job: Job, samples: Sequence[Sample], rounded: bool) -> tuple[f
     from mcore_prefix_tree.objectives import make_objective
 
     samples = job.on(samples)
-    config = tiny_gpt_config(layout=Layout(), dtype=job.dtype, **dict(job.config))
+    settings = dict(job.config)
+    config = tiny_gpt_config(layout=Layout(), dtype=job.dtype, **without_losses(settings))
     (model,) = build_chunks(config, stock_spec, vocab_size=job.vocab_size)
     objective: Any = make_objective(job.name, dict(job.options))
     if rounded:
@@ -353,11 +355,15 @@ def unfolded_step(job: Job, samples: Sequence[Sample], rounded: bool) -> tuple[f
             (teacher,) = build_chunks(of_teacher, stock_spec, vocab_size=job.vocab_size)
             fill([teacher], seed=TEACHER_SEED)
             oracle = functools.partial(full_loss, teacher=Alone(OneByOne(teacher).logits, samples))
-    loss = oracle(objective, world)
+    with in_precision_of(job):
+        loss = oracle(objective, world)
     # Megatron's own division is by a reciprocal in fp32, which is no more than a scale that all gradients have.
-    divisor = torch.tensor(objective.targets(samples).divisor)
+    added = any(settings.get(name) for name in OFF)
+    divisor = torch.tensor(sum(map(len, samples)) if added else objective.targets(samples).divisor)
     (loss * divisor).backward()
     with in_precision_of(job):
+        if added:
+            alone.add_losses(samples, AddedLosses(model, settings))
         if config.mtp_num_layers:
             alone.add_depths(samples, divisor)
         sums = alone.backward()
@@ -415,6 +421,13 @@ class OneByOne:
         for sample in samples:
             output = self._run(sample.tokens.tolist(), torch.tensor(sample.loss_mask[None].astype(np.float64)))
             self._leaf(output).grad = torch.zeros_like(output)
+
+    def add_losses(self, samples: Sequence[Sample], added: AddedLosses) -> None:
+        """Add runs with the layers' own losses alone: means over a sample, which count as often as it has tokens."""
+        for sample in samples:
+            self._forward(sample.tokens.tolist())
+            loss = len(sample) * added.take()
+            self._leaf(loss).grad = torch.ones_like(loss)
 
     def _leaf(self, output: torch.Tensor) -> torch.Tensor:
         leaf = output.detach().double().requires_grad_()

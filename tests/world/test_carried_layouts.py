@@ -23,7 +23,7 @@ from harness.folded_runs import (
 from harness.layouts import LAYOUTS, shallow
 from megatron.core.transformer import multi_latent_attention
 
-from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_DELTA_NET, HAS_SPARSE_ATTENTION
+from mcore_prefix_tree.mcore.release import HAS_DELTA_NET, HAS_SPARSE_ATTENTION
 from mcore_prefix_tree.plan import plan_step
 
 FULL = (("recompute_granularity", "full"), ("recompute_method", "uniform"), ("recompute_num_layers", 1))

@@ -11,7 +11,7 @@ from harness.layouts import shallow
 from harness.worlds import Layout
 from inside_jobs import InsideJob, inside, unfolded_oracle
 
-from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_DELTA_NET, HAS_HYBRID_MODEL, HAS_SPARSE_ATTENTION
+from mcore_prefix_tree.mcore.release import HAS_DELTA_NET, HAS_HYBRID_MODEL, HAS_SPARSE_ATTENTION
 
 if not HAS_HYBRID_MODEL:
     pytest.skip("this megatron-core has no HybridModel", allow_module_level=True)
@@ -151,6 +151,11 @@ def test_sparse_attention_in_every_layout(size: int, layout: Layout, job: Job) -
 def test_folding_inside_the_model(size: int, layout: Layout, pattern: str, reads: str) -> None:
     job = InsideJob(pattern=pattern, reads=reads, check_first=True)
     check(inside(size, layout, job), unfolded_oracle(layout, pattern="*-*-"), FP64)
+
+
+def test_a_stage_without_attention_folds_when_the_others_do() -> None:
+    job = InsideJob(pattern="*-*|-", unlike=True, check_first=True)
+    check(inside(2, PP2, job), unfolded_oracle(PP2, pattern="*-*-", unlike=True), FP64)
 
 
 @pytest.mark.skipif(not HAS_DELTA_NET, reason="Gated DeltaNet follows a tree since megatron-core 0.19")

@@ -12,7 +12,7 @@ from harness.worlds import Layout, WorkerError, world
 from inside_jobs import InsideJob, inside, inside_gradients, rows_without_a_vocabulary, unfolded_oracle
 from megatron.core.transformer import multi_latent_attention
 
-from mcore_prefix_tree.mcore import multi_token_names
+from mcore_prefix_tree.mcore.release import HAS_DEPTHS, NEEDS_DEPTHS
 
 RECOMPUTE = (
     ("recompute_granularity", "full"),
@@ -138,7 +138,7 @@ def test_rows_that_share_nothing(size: int, layout: Layout, reads: str) -> None:
 DEPTHS = (("mtp_num_layers", 2), ("mtp_loss_scaling_factor", 0.5))
 
 
-@pytest.mark.skipif(not multi_token_names.are_there(), reason=f"needs {multi_token_names.NEEDED}")
+@pytest.mark.skipif(not HAS_DEPTHS, reason=f"needs {NEEDS_DEPTHS}")
 @pytest.mark.parametrize(
     ("layout", "job"),
     [

@@ -10,10 +10,10 @@ from harness.folded_runs import DELTA_NET, FP32_INSIDE, FP64, LONGEST, MAMBA, MO
 from harness.layouts import shallow
 from harness.worlds import Layout
 
-from mcore_prefix_tree.mcore import multi_token_names
+from mcore_prefix_tree.mcore.release import HAS_DEPTHS, NEEDS_DEPTHS
 
-if not multi_token_names.are_there():
-    pytest.skip(f"needs {multi_token_names.NEEDED}", allow_module_level=True)
+if not HAS_DEPTHS:
+    pytest.skip(f"needs {NEEDS_DEPTHS}", allow_module_level=True)
 
 DEPTHS = (("mtp_num_layers", 2), ("mtp_loss_scaling_factor", 0.5))
 RECOMPUTE = (("recompute_granularity", "full"), ("recompute_method", "uniform"), ("recompute_num_layers", 1))

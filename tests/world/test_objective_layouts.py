@@ -10,11 +10,13 @@ import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from harness.folded_jobs import branching_samples
+from harness.folded_runs import LATENT, SPARSE
 from harness.layouts import every_way, in_layouts, shallow
 from harness.marks import quick
 from harness.weights import assemble
@@ -31,7 +33,7 @@ from objective_jobs import (
     value_rows,
 )
 
-from mcore_prefix_tree.mcore import multi_token_names
+from mcore_prefix_tree.mcore.release import HAS_DEPTHS, NEEDS_DEPTHS
 
 FP64 = 1e-12
 # Upstream routes in fp32 for any dtype of the model.
@@ -246,7 +248,7 @@ def test_half_precision_in_the_loop() -> None:
     assert set(errors(inside[1], outside[1]).values()) == {0.0}
 
 
-@pytest.mark.skipif(not multi_token_names.are_there(), reason=f"needs {multi_token_names.NEEDED}")
+@pytest.mark.skipif(not HAS_DEPTHS, reason=f"needs {NEEDS_DEPTHS}")
 @pytest.mark.parametrize(
     ("size", "layout", "job"),
     [
@@ -316,6 +318,59 @@ def test_experts_of_chunks_are_on_both_ranks() -> None:
 def test_a_mixture_of_experts(job: Job) -> None:
     layout = Layout(tp=2, sequence_parallel=True)
     check(2, layout, replace(job, max_tokens=2 * LONGEST, config=MOE), limit=FP32_INSIDE)
+
+
+BALANCED = (*MOE[:-1], ("moe_router_load_balancing_type", "aux_loss"), ("moe_router_score_function", "sigmoid"))
+BALANCED = (*BALANCED, ("moe_router_dtype", "fp64"))
+INDEXED = tuple((dict(LATENT) | dict(SPARSE) | {"dsa_indexer_use_sparse_loss": False}).items())
+AUX, Z = (("moe_aux_loss_coeff", 0.5),), (("moe_z_loss_coeff", 0.1),)
+# Layers with losses of their own; all of them in the last.
+ADDED = {"aux loss": (*BALANCED, *AUX), "z-loss": (*BALANCED, *AUX, *Z), "KL": INDEXED}
+ADDED["all"] = (*BALANCED, *AUX, *Z, *INDEXED)
+NORMALISED = {
+    f"{job.name} by {by}": replace(job, options=(*job.options, ("normalise", by)))
+    for job, by in (
+        *((Job(name="sft"), by) for by in ("token", "sample", "group")),
+        *((GRPO, by) for by in ("token", "sample", "group", "sample_sum")),
+        *((Job(name="critic"), by) for by in ("token", "sample")),
+    )
+} | {job.name: job for job in (GSPO, DPO, KTO, REWARD_MODEL, DISTILL)}
+
+
+def check_added(size: int, layout: Layout, name: str, kind: str = "all", **cut: Any) -> list[Outcome]:
+    job = replace(NORMALISED[name], config=ADDED[kind], double=True)
+    return check(size, layout, replace(job, **{"max_tokens": 2 * LONGEST} | cut))
+
+
+@pytest.mark.parametrize("name", quick("sft by token", "grpo by sample", "dpo", "critic by token", of=NORMALISED))
+def test_losses_of_layers_have_the_strength_of_their_coefficients(name: str) -> None:
+    """Whatever an objective is divided by."""
+    check_added(1, Layout(), name)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("kind", [kind for kind in ADDED if kind != "all"])
+def test_each_loss_of_layers_has_the_strength_of_its_coefficient(kind: str) -> None:
+    check_added(1, Layout(), "grpo by sample", kind)
+
+
+@pytest.mark.parametrize(
+    ("size", "layout", "name"),
+    [
+        (2, Layout(), "grpo by sample"),
+        pytest.param(2, Layout(tp=2, sequence_parallel=True), "dpo", marks=pytest.mark.ci),
+        pytest.param(2, Layout(pp=2), "critic by sample", marks=pytest.mark.ci),
+        pytest.param(2, Layout(ep=2), "sft by group", marks=pytest.mark.ci),
+    ],
+)
+def test_losses_of_layers_in_every_layout(size: int, layout: Layout, name: str) -> None:
+    check_added(size, layout, name, max_tokens=max(LONGEST, PAIR) + 10)
+
+
+@pytest.mark.parametrize("name", quick("gspo", of=["gspo", "sft by token", "sft by sample", "critic by sample"]))
+def test_losses_of_layers_of_trees_in_chunks(name: str) -> None:
+    outcomes = check_added(1, Layout(), name, max_tokens=LONGEST // 2, over_budget="carry")
+    assert outcomes[0].carried_tokens > 0
 
 
 @pytest.mark.ci

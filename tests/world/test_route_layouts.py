@@ -21,7 +21,8 @@ from harness.worlds import Layout, world
 from inside_jobs import InsideJob, inside_gradients
 
 from mcore_prefix_tree import Sample
-from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL, NEEDS_NEWER
+from mcore_prefix_tree.mcore.release import HAS_HYBRID_MODEL
+from mcore_prefix_tree.mcore.seam.hybrid_layers import NEEDS_NEWER
 
 RECOMPUTE = (("recompute_granularity", "full"), ("recompute_method", "uniform"), ("recompute_num_layers", 1))
 

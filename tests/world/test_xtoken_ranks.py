@@ -31,7 +31,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         assert run(1, "train", recipe, *FLOAT64, "train_iters=2", "seed=3", f"checkpoint={saved}").code == 0
     with recipes["teacher"].open("a") as stream:
         stream.write(f"checkpoint: {{save: {folder / 'teacher_runs'}}}\n")
-    options = f"{{mode: p_kl, top_k: 60, scaling: dynamic, projection: {folder / 'w.safetensors'}}}"
+    options = f"{{mode: p_kl, top_k: 60, ce_weight: 0.5, projection: {folder / 'w.safetensors'}}}"
     objective = f"objective={{name: xtoken, teacher_recipe: {recipes['teacher']}, options: {options}}}"
     start = f"checkpoint.pretrained_checkpoint={folder / 'student_runs'}"
     return [str(recipes["student"]), *FLOAT64, "train_iters=3", objective, start]

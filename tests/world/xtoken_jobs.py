@@ -256,29 +256,9 @@ def unfolded_loss(
     def kd(z: torch.Tensor) -> torch.Tensor:
         return torch.dot(task.weight, reference_terms(task, settings.losses, x, z)) / len(task.chunks)
 
-    def entropies() -> list[float]:
-        of_teachers = [pair.teacher for pair in pairs]
-        return [cross_entropy([own[:, : w.shape[1]] for own in z], of_teachers) for z in taught]
-
-    if settings.teachers == "averaged_logits":
-        shares = [weight / sum(settings.teacher_weights) for weight in settings.teacher_weights]
-        of_all: Any = kd(sum(share * z for share, z in zip(shares, rows, strict=True)))
-    else:
-        if settings.teachers == "weights":
-            shares = settings.teacher_weights or [1.0] * len(rows)
-        elif settings.teachers == "scores":
-            shares = torch.softmax(
-                -settings.score_sharpness * torch.tensor(entropies(), dtype=torch.float64), dim=0
-            ).tolist()
-        else:
-            found = entropies()
-            shares = [float(entropy == min(found)) for entropy in found]
-        of_all = sum(share * kd(z) for share, z in zip(shares, rows, strict=True))
-    loss: torch.Tensor
-    if settings.scaling == "dynamic":
-        loss = (ce / of_all).abs().detach() * of_all + ce
-    else:
-        loss = settings.kd_weight * of_all + settings.ce_weight * ce
+    shares = settings.teacher_weights or [1.0] * len(rows)
+    of_all = sum(share * kd(z) for share, z in zip(shares, rows, strict=True))
+    loss: torch.Tensor = settings.kd_weight * of_all + settings.ce_weight * ce
     return loss
 
 
@@ -286,13 +266,3 @@ def likeliest(logits: torch.Tensor, k: int) -> torch.Tensor:
     """Return logits that are -inf but for the k largest of each row."""
     top = logits.topk(k, dim=1)
     return torch.full_like(logits, -torch.inf).scatter(1, top.indices, top.values)
-
-
-def cross_entropy(logits: Sequence[torch.Tensor], samples: Sequence[Sample]) -> float:
-    """The mean negative log-likelihood of the scored tokens."""
-    total = count = 0.0
-    for own, sample in zip(logits, samples, strict=True):
-        logprob = torch.log_softmax(own[:-1], dim=1)[range(len(sample) - 1), sample.tokens[1:].tolist()]
-        mask = torch.tensor(sample.loss_mask[1:].tolist(), dtype=torch.float64)
-        total, count = total - float((logprob * mask).sum()), count + float(mask.sum())
-    return total / count

@@ -15,7 +15,7 @@ from xtoken_toys import Toy
 
 from mcore_prefix_tree import Sample
 from mcore_prefix_tree.objectives import TeacherSide
-from mcore_prefix_tree.xtoken.losses import Endings, LossSettings
+from mcore_prefix_tree.xtoken.losses import LossSettings
 from mcore_prefix_tree.xtoken.pairs import Pair, Pairing
 
 LETTERS = "abcdef"
@@ -60,7 +60,6 @@ class Texts:
             student_size=self.student.vocab_size,
             teacher_size=self.teacher.vocab_size,
             projection=projection_of(self.w) if reads.projection else None,
-            endings=Endings(*self.token_bytes) if reads.token_bytes else None,
         )
 
     @cached_property

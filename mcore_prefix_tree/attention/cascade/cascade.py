@@ -1,97 +1,55 @@
-"""Tree attention as a cascade: one causal varlen call and one full call per nesting depth, merged exactly.
+"""Tree attention on a CPU as a cascade: one causal call of torch's kernel and one full call per depth, merged exactly.
 
 The softmax over all keys of a query is the average of the softmaxes over parts of them, weighted by the exponentials of
-their log-sum-exp. Backward gives every call the *merged* result and log-sum-exp; then the gradients of query add up
-over the calls, and each call's gradients of its keys are exact (see ``kernels.py``).
+their log-sum-exp. The backward of softmax needs nothing else of the forward (Dao, FlashAttention-2, algorithm 2): it
+gives every call the *merged* result and log-sum-exp; then the gradients of query add up over the calls, and each
+call's gradients of its keys are exact.
 
 A sink is one more part: a score without a value. It joins in the merge.
 
-Legend: P padded tokens, R rows of a call, H query heads, K key/value heads, D head_dim, W value head_dim.
+Legend: P padded tokens, R rows of a call, Q queries, N keys of a call, H query heads, K key/value heads, D head_dim, W
+value head_dim.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import cache, partial
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from mcore_prefix_tree.attention.backend_options import AttentionOptions, Case
-from mcore_prefix_tree.attention.cascade.cuda import (
-    FlashAttention2,
-    FlashAttention3,
-    FlashAttention4,
-    TorchFlash,
-    TransformerEngine,
-)
-from mcore_prefix_tree.attention.cascade.kernels import QKV, CpuFlash, Result, VarlenKernel, exact
 from mcore_prefix_tree.attention.cascade.sequences import CascadePlan, Level, Rows, Sequences, build_plan
-from mcore_prefix_tree.attention.parity import Attention, check_parity, check_size
 from mcore_prefix_tree.metadata import TreeMetadata
 
-# In the order of preference: the fastest first.
-CUDA_KERNELS: tuple[VarlenKernel, ...] = (
-    FlashAttention3(),
-    FlashAttention4(),
-    TransformerEngine(),
-    FlashAttention2(),
-    TorchFlash(),
-)
-CPU_KERNELS: tuple[VarlenKernel, ...] = (CpuFlash(),)
+
+class QKV(NamedTuple):
+    """Query, key and value ``[Q, H, D], [N, K, D], [N, K, W]`` of a call, or their gradients."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
 
 
-def list_kernels(device: torch.device) -> tuple[VarlenKernel, ...]:
-    """The kernels for a device, fastest first, installed or not."""
-    return CPU_KERNELS if device.type == "cpu" else CUDA_KERNELS
+class Result(NamedTuple):
+    """Result of a call: ``out``, ``[Q, H, W]``, and ``lse``, ``[H, Q]``, the natural log-sum-exp in fp32 or better."""
 
-
-def choose_kernel(case: Case) -> VarlenKernel | None:
-    """Return the fastest kernel that supports a case; None if none does.
-
-    A kernel without a backward for the case comes last even if no backward is needed: activation recompute runs the
-    forward first without and then with gradients, and both have to be the same kernel's.
-    """
-    for needs_grad in (True, case.needs_grad):
-        asked = replace(case, needs_grad=needs_grad)
-        for kernel in list_kernels(case.device):
-            if kernel.refusal(asked) is None:
-                return kernel
-    return None
+    out: torch.Tensor
+    lse: torch.Tensor
 
 
 def refusal(case: Case) -> str | None:
-    """Reject windows, and cases that no varlen kernel of the device supports."""
-    window = _window_refusal(case)
-    if window is not None or choose_kernel(case) is not None:
-        return window
-    *others, always_there = list_kernels(case.device)
-    reasons = [f"{kernel.name}: {kernel.refusal(case)}" for kernel in others]
-    return f"{always_there.refusal(case)} with the varlen kernel of {always_there.name} ({'; '.join(reasons)})"
+    """Reject devices other than the CPU, and windows."""
+    if case.device.type != "cpu":
+        return f"device={case.device.type} (it runs on CPUs)"
+    if case.options.window is not None:
+        return f"window={case.options.window} (a varlen call shows all queries of a span the same keys)"
+    return None
 
 
-def refusal_through(kernel: VarlenKernel, case: Case) -> str | None:
-    """Reject windows, and cases that a kernel does not support."""
-    return _window_refusal(case) or kernel.refusal(case)
-
-
-def _window_refusal(case: Case) -> str | None:
-    if case.options.window is None:
-        return None
-    return f"window={case.options.window} (a varlen call shows all queries of a span the same keys)"
-
-
-def attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: TreeMetadata, options: AttentionOptions
-) -> torch.Tensor:
-    """Tree attention through the fastest varlen kernel there is, ``[P, H, D], [P, K, D], [P, K, W] -> [P, H, W]``.
-
-    Saves query, key, value, the result and one fp32 number per query and head for backward. A GPU's kernel is compared
-    with the reference on first use, because its statistics are not part of its public interface, and raises ParityError
-    if wrong.
-    """
-    return attention_through(_checked(Case.of(query, key, value, options)), query, key, value, metadata, options)
+def check(case: Case) -> None:
+    """Compare nothing: the kernel is torch's own."""
 
 
 def plan(metadata: TreeMetadata, case: Case) -> CascadePlan:
@@ -99,51 +57,27 @@ def plan(metadata: TreeMetadata, case: Case) -> CascadePlan:
     return metadata.derived("cascade", build_plan)
 
 
-def check(case: Case) -> None:
-    """See :class:`~mcore_prefix_tree.attention.api.Backend`."""
-    _checked(case)
-
-
-def _checked(case: Case) -> VarlenKernel:
-    """Return the kernel of a case, compared with the reference if it is one of a GPU."""
-    kernel = choose_kernel(case)
-    assert kernel is not None, "refused before"
-    if case.device.type == "cuda":
-        check_parity(f"cascade, {kernel.name}", _through(kernel), case)
-    return kernel
-
-
-@cache
-def _through(kernel: VarlenKernel) -> Attention:
-    return partial(attention_through, kernel)
-
-
-def attention_through(
-    kernel: VarlenKernel,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    metadata: TreeMetadata,
-    options: AttentionOptions,
+def attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: TreeMetadata, options: AttentionOptions
 ) -> torch.Tensor:
-    """Run :func:`attention`, with its shapes ``[P, H, D]``, through a kernel; see :func:`refusal_through`."""
+    """Tree attention through torch's kernel for CPUs, ``[P, H, D], [P, K, D], [P, K, W] -> [P, H, W]``.
+
+    Saves query, key, value, the result and one number per query and head for backward.
+    """
     plan = metadata.derived("cascade", build_plan)
     tokens, width = metadata.num_tokens, value.shape[2]
-    if kernel.head_dim_multiple is not None:
-        # Zeros change neither a score nor a result, and autograd cuts them off again.
-        dim = -(-max(query.shape[2], width) // kernel.head_dim_multiple) * kernel.head_dim_multiple
-        query, key, value = (_widened(one, dim) for one in (query, key, value))
-    # A kernel would take each token of padding for a separate sequence.
+    # The kernel takes equal widths. Zeros change neither a score nor a result, and autograd cuts them off again.
+    dim = max(query.shape[2], width)
+    query, key, value = (_widened(one, dim) for one in (query, key, value))
+    # The kernel would take each token of padding for a separate sequence.
     padding = _alone(query[tokens:], key[tokens:], value[tokens:], options)
-    if query.is_cuda:
-        check_size(f"the attention kernel of {kernel.name}", query)
     unread = min(metadata.unread, tokens)
     if tokens == unread:
         # With a gradient of 0 instead of none: a rank without work takes part in the reductions of all parameters.
         padding = padding + (query[:0].sum() + key[:0].sum())
         return torch.cat([value.new_zeros(unread, *padding.shape[1:]), padding])[..., :width]
     out: torch.Tensor = _CascadeAttention.apply(  # type: ignore[no-untyped-call]
-        query[unread:tokens], key[:tokens], value[:tokens], options.sinks, plan, kernel, options
+        query[unread:tokens], key[:tokens], value[:tokens], options.sinks, plan, options
     )
     if unread or len(padding):
         out = torch.cat([out.new_zeros(unread, *out.shape[1:]), out, padding])
@@ -176,16 +110,14 @@ class _CascadeAttention(torch.autograd.Function):
         value: torch.Tensor,
         sinks: torch.Tensor | None,
         plan: CascadePlan,
-        kernel: VarlenKernel,
         options: AttentionOptions,
     ) -> torch.Tensor:
         """Return ``[Q, H, W]`` for ``[Q, H, D], [T, K, D], [T, K, W]``, the last Q of T tokens, and sinks ``[H]``."""
         qkv = QKV(query, key, value)
-        part, lse = _forward(kernel, QKV(query, key[plan.unread :], value[plan.unread :]), plan.runs, options)
-        assert lse.shape == (query.shape[1], query.shape[0]), f"{kernel.name} returned statistics {tuple(lse.shape)}"
-        out = part.to(exact(part.dtype)) if plan.levels or sinks is not None else part
+        part, lse = _forward(QKV(query, key[plan.unread :], value[plan.unread :]), plan.runs, options)
+        out = part.to(_exact(part.dtype)) if plan.levels or sinks is not None else part
         for level in plan.levels:
-            part, part_lse = _forward(kernel, _select_level(level, qkv), level.sequences, options)
+            part, part_lse = _forward(_select_level(level, qkv), level.sequences, options)
             merged, rows = _take(out, level.queries), _take(lse, level.queries, dim=1)
             both = torch.logaddexp(rows, part_lse)
             merged = _weighted(merged, rows - both) + _weighted(part, part_lse - both)
@@ -196,7 +128,7 @@ class _CascadeAttention(torch.autograd.Function):
             out, lse = _weighted(out, lse - both), both
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, sinks, out, lse)
-        ctx.plan, ctx.kernel, ctx.options = plan, kernel, options
+        ctx.plan, ctx.options = plan, options
         return out
 
     @staticmethod
@@ -206,46 +138,71 @@ class _CascadeAttention(torch.autograd.Function):
         qkv = QKV(query, key, value)
         grad_out = grad_outputs[0].contiguous()
         own, result = QKV(query, key[plan.unread :], value[plan.unread :]), Result(out, lse)
-        grad_query, grad_key, grad_value = _backward(ctx.kernel, grad_out, own, result, plan.runs, ctx.options)
+        grad_query, grad_key, grad_value = _backward(grad_out, own, result, plan.runs, ctx.options)
         if plan.unread:
             grad_key, grad_value = (
                 torch.cat([grad.new_zeros(plan.unread, *grad.shape[1:]), grad]) for grad in (grad_key, grad_value)
             )
         # One part per level adds to a query's gradient; a key has two parts at most, so its sum is rounded once.
         if plan.levels:
-            grad_query = grad_query.to(exact(query.dtype))
+            grad_query = grad_query.to(_exact(query.dtype))
         for level in plan.levels:
             result = Result(_take(out, level.queries), _take(lse, level.queries, dim=1).contiguous())
             rows = _select_level(level, qkv)
-            parts = _backward(ctx.kernel, _take(grad_out, level.queries), rows, result, level.sequences, ctx.options)
+            parts = _backward(_take(grad_out, level.queries), rows, result, level.sequences, ctx.options)
             totals = (grad_query, level.queries), (grad_key, level.keys), (grad_value, level.keys)
             for (total, places), part in zip(totals, parts, strict=True):
-                _put(total, places, (_take(total, places).to(exact(total.dtype)) + part).to(total.dtype))
+                _put(total, places, (_take(total, places).to(_exact(total.dtype)) + part).to(total.dtype))
         grad_sinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
             # The sink's weight w pulls the result towards zero: d out / d sink = -w * out.
             weight = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
             grad_sinks = -(weight * (grad_out.to(lse.dtype) * out).sum(-1).T).sum(1).to(sinks.dtype)
-        return grad_query.to(query.dtype), grad_key, grad_value, grad_sinks, None, None, None
+        return grad_query.to(query.dtype), grad_key, grad_value, grad_sinks, None, None
 
 
-def _forward(kernel: VarlenKernel, qkv: QKV, sequences: Sequences, options: AttentionOptions) -> Result:
-    """Call a kernel, ``[R, H, D], [R, K, D], [R, K, W]``, on its tensors' device: not all kernels switch to it."""
-    with torch.cuda.device_of(qkv.query):
-        return kernel.forward(qkv, sequences, options)
+def _forward(qkv: QKV, sequences: Sequences, options: AttentionOptions) -> Result:
+    """Attend within each sequence, ``[Q, H, D], [N, K, D], [N, K, W]``."""
+    query, key, value = qkv
+    out = query.new_empty(*query.shape[:2], value.shape[2])
+    lse = query.new_empty(query.shape[1], query.shape[0], dtype=_exact(query.dtype))
+    for q, k in _spans(sequences):
+        own = map(_batched, (query[q], key[k], value[k]))
+        rows, lse[:, q] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *own, 0.0, sequences.causal, scale=options.softmax_scale
+        )
+        out[q] = rows[0].transpose(0, 1)
+    return Result(out, lse)
 
 
-def _backward(
-    kernel: VarlenKernel,
-    grad_out: torch.Tensor,
-    qkv: QKV,
-    result: Result,
-    sequences: Sequences,
-    options: AttentionOptions,
-) -> QKV:
-    """Return the gradients ``[R, H, D], [R, K, D], [R, K, W]`` of one call for ``[R, H, W]``."""
-    with torch.cuda.device_of(qkv.query):
-        return kernel.backward(grad_out, qkv, result, sequences, options)
+def _backward(grad_out: torch.Tensor, qkv: QKV, result: Result, sequences: Sequences, options: AttentionOptions) -> QKV:
+    """Return the gradients for a result that may cover more keys than these; ``grad_out`` is ``[Q, H, W]``."""
+    grads = QKV(*map(torch.empty_like, qkv))
+    for q, k in _spans(sequences):
+        own = map(_batched, (grad_out[q], qkv.query[q], qkv.key[k], qkv.value[k], result.out[q]))
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *own, result.lse[None, :, q], 0.0, sequences.causal, scale=options.softmax_scale
+        )
+        for grad, rows, one in zip(grads, (q, k, k), found, strict=True):
+            grad[rows] = one[0].transpose(0, 1)
+    return grads
+
+
+def _spans(sequences: Sequences) -> Iterator[tuple[slice, slice]]:
+    """Yield the rows of queries and the rows of keys of each sequence."""
+    q, k = sequences.cu_q, sequences.cu_k
+    for q_start, q_end, k_start, k_end in zip(q[:-1], q[1:], k[:-1], k[1:], strict=True):
+        yield slice(q_start, q_end), slice(k_start, k_end)
+
+
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums and statistics: fp32, or ``dtype`` if that is wider."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _batched(rows: torch.Tensor) -> torch.Tensor:
+    """Reshape ``[n, heads, dim]`` to ``[1, heads, n, dim]``."""
+    return rows.transpose(0, 1).unsqueeze(0)
 
 
 def _select_level(level: Level, qkv: QKV) -> QKV:

@@ -7,7 +7,6 @@ One causal call takes all runs, one full call all branches of the same nesting d
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -24,43 +23,21 @@ class Sequences:
     """N runs of queries, each of which attends to a separate run of keys.
 
     Attributes:
-        host_cu_q: borders of the runs of queries, from 0, ``N + 1`` integers; no run is empty.
-        host_cu_k: borders of the runs of keys, likewise.
-        cu_q, cu_k: the same borders, int32 ``[N + 1]`` on the device.
+        cu_q: borders of the runs of queries, from 0, ``N + 1`` integers; no run is empty.
+        cu_k: borders of the runs of keys, likewise.
         causal: whether query i of a run sees keys 0 to i of its run, which has as many keys; otherwise it sees all
             keys.
     """
 
-    host_cu_q: list[int]
-    host_cu_k: list[int]
-    cu_q: torch.Tensor
-    cu_k: torch.Tensor
+    cu_q: list[int]
+    cu_k: list[int]
     causal: bool
 
     @classmethod
-    def of(cls, query_lens: Int64Array, key_lens: Int64Array, *, causal: bool, device: torch.device) -> Sequences:
+    def of(cls, query_lens: Int64Array, key_lens: Int64Array, *, causal: bool) -> Sequences:
         """Make sequences of lengths int64 ``[N]``."""
-        cu_q, cu_k = (np.concatenate([[0], np.cumsum(lens)]).astype(np.int32) for lens in (query_lens, key_lens))
-        return cls(
-            host_cu_q=cu_q.tolist(),
-            host_cu_k=cu_k.tolist(),
-            cu_q=upload(cu_q, device),
-            cu_k=upload(cu_k, device),
-            causal=causal,
-        )
-
-    @cached_property
-    def max_q(self) -> int:
-        return int(np.diff(self.host_cu_q).max())
-
-    @cached_property
-    def max_k(self) -> int:
-        return int(np.diff(self.host_cu_k).max())
-
-    @property
-    def lengths(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-        """Borders of both sides on the device, then the longest run of each, as FlashAttention takes them."""
-        return self.cu_q, self.cu_k, self.max_q, self.max_k
+        cu_q, cu_k = (np.concatenate([[0], np.cumsum(lens)]).tolist() for lens in (query_lens, key_lens))
+        return cls(cu_q=cu_q, cu_k=cu_k, causal=causal)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -92,7 +69,7 @@ def build_plan(metadata: TreeMetadata) -> CascadePlan:
     unread = int(spans.runs[0])
     return CascadePlan(
         unread=unread,
-        runs=Sequences.of(run_lens, run_lens, causal=True, device=device),
+        runs=Sequences.of(run_lens, run_lens, causal=True),
         levels=tuple(
             _level(spans.queries[spans.depth == depth] - unread, spans.keys[spans.depth == depth], device)
             for depth in range(int(spans.depth.max(initial=-1)) + 1)
@@ -105,7 +82,7 @@ def _level(queries: Int64Array, keys: Int64Array, device: torch.device) -> Level
     return Level(
         queries=_rows(queries, device),
         keys=_rows(keys, device),
-        sequences=Sequences.of(queries[:, 1] - queries[:, 0], keys[:, 1] - keys[:, 0], causal=False, device=device),
+        sequences=Sequences.of(queries[:, 1] - queries[:, 0], keys[:, 1] - keys[:, 0], causal=False),
     )
 
 

@@ -101,9 +101,28 @@ def for_model(batch: MicroBatch, model: Any) -> MicroBatch:
     return replace(batch, rows=replace(batch.rows, vocab_size=unpadded_vocab_size(bare)))
 
 
+def divided_by_tokens(batch: MicroBatch, scale: float) -> MicroBatch:
+    """Return a micro-batch of a step that is divided by its tokens, those of all samples.
+
+    Losses that layers add are sums over tokens, so they become means, whatever the objective's divisor is. The
+    objective's loss is multiplied by ``scale``, the ratio of the step's tokens to that divisor.
+    """
+    depths = tuple(replace(depth, scale=scale * depth.scale) for depth in batch.packed_seq_params.depths)
+    return replace(batch, loss_scale=scale, packed_seq_params=replace(batch.packed_seq_params, depths=depths))
+
+
 def divisor_part(batch: MicroBatch) -> int:
-    """Return a micro-batch's part of the divisor of its step's loss."""
+    """Return a micro-batch's part of the divisor of its objective."""
     return batch.layout.num_supervised if batch.rows is None else batch.rows.count
+
+
+def for_schedule(batch: MicroBatch, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the loss of a micro-batch that is differentiated, and its part of the number that divides the step."""
+    part, layout = divisor_part(batch), batch.layout
+    if batch.loss_scale is not None:
+        loss = loss * batch.loss_scale
+        part = layout.logical_tokens if layout.counts_samples and not batch.forward_only else 0
+    return loss, torch.full((), part, dtype=torch.int, device=loss.device)
 
 
 def forward_step(
@@ -111,9 +130,10 @@ def forward_step(
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Reported]]:
     """Run ``forward_step_func`` of ``get_forward_backward_func()``; the config needs ``calculate_per_token_loss=True``.
 
-    The loss function returns the sum over the micro-batch, its part of the step's divisor, and a report of both for
-    logging; for micro-batches with rows, which all losses but a weighted sum read, the report has the objective's
-    ``metrics`` and its ``bad_sample`` too. Raises ValueError as :func:`check_step` does.
+    The loss function returns what :func:`for_schedule` does, and a report for logging: the objective's loss, summed
+    over the micro-batch, and its part of the objective's divisor; for micro-batches with rows, which all losses but a
+    weighted sum read, the objective's ``metrics`` and its ``bad_sample`` too. Raises ValueError as :func:`check_step`
+    does.
     """
     check_step(model)
     batch = for_model(next(data_iterator), model)
@@ -123,8 +143,7 @@ def forward_step(
 def _loss(readout: Readout[LossOutput], batch: MicroBatch, output: torch.Tensor) -> Reported:
     """Return loss, divisor and report for the stage's output, local logits ``[1, P, V / tp]`` by default."""
     found = readout.read(output, batch)
-    num_tokens = torch.full((), divisor_part(batch), dtype=torch.int, device=output.device)
-    report: dict[str, Any] = {"loss_sum": found.loss.detach(), "num_tokens": num_tokens}
+    report: dict[str, Any] = {"loss_sum": found.loss.detach(), "num_tokens": divisor_part(batch)}
     if batch.rows is not None:
         report |= {"metrics": found.metrics, "bad_sample": found.bad_sample}
-    return found.loss, num_tokens, report
+    return *for_schedule(batch, found.loss), report

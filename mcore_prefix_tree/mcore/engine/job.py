@@ -30,6 +30,7 @@ class Job:
         work: FLOPs of the model.
         is_local: whether the stock model's layers are megatron-core's own, not TransformerEngine's.
         fused_head: whether the output layer scores a chunk of logits at a time; False keeps the logits of all tokens.
+        divides_by_tokens: see :func:`divided_by_tokens`; by default, whether the model's layers may add losses.
         readout: readout of the last pipeline stage; follows from the objective and ``fused_head``.
         forward_step: forward step that Megatron's schedules call; follows from the readout.
     """
@@ -42,10 +43,14 @@ class Job:
     is_local: bool = True
     fused_head: bool = True
     hook: StepHook = field(default_factory=StepHook)
+    divides_by_tokens: bool | None = None
     readout: Readout[LossOutput] = field(init=False)
     forward_step: ForwardStep = field(init=False)
 
     def __post_init__(self) -> None:
+        if self.divides_by_tokens is None and self.config is not None:
+            adds = self.config.num_moe_experts is not None or self.config.experimental_attention_variant == "dsa"
+            object.__setattr__(self, "divides_by_tokens", adds)
         readout = make_readout(self.objective, fused_head=self.fused_head)
         object.__setattr__(self, "readout", readout)
         object.__setattr__(self, "forward_step", partial(forward_step, readout=readout))

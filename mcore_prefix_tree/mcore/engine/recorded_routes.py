@@ -34,7 +34,7 @@ def score_and_record(
     with recording(chunks) as routers:
         scores = step.score(chunks, readout)
         own: dict[int, dict[int, Any]] = {index: {} for indices in step.sample_index for index in indices}
-        for router in routers:
+        for router in (one for one in routers if one.recorded):  # depths do not run
             experts = [
                 _whole(of_batch, batch.layout.padded_size).cpu().numpy().astype(np.int16)
                 for batch, of_batch in zip(step.micro_batches, router.recorded, strict=True)

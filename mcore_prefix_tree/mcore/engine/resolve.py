@@ -14,7 +14,7 @@ from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.tree_losses import make_hook
 from mcore_prefix_tree.objectives import Objective
-from mcore_prefix_tree.plan import CostModel, Measured, ModelWork
+from mcore_prefix_tree.plan import CostModel, ModelWork
 from mcore_prefix_tree.plan.model_shape import trained_depths
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.settings import Recipe
@@ -23,7 +23,7 @@ from mcore_prefix_tree.settings.sample_source import choose_cutting
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Settings, with the ranks and the model that a door knows; without ``measured``, costs are FLOPs.
+    """Settings, with the ranks and the model that a door knows.
 
     ``runs_ahead`` is whether its loop can run a pass before a step.
     """
@@ -33,7 +33,6 @@ class Run:
     dp_size: int
     work: ModelWork
     micro_batch_multiple: int
-    measured: tuple[Measured, ...] = ()
     runs_ahead: bool = True
 
     def make_folding(self, objective: Objective | None = None) -> Folding:
@@ -41,11 +40,11 @@ class Run:
 
         Raises RecipeError if length buckets do not fit the budget or layout, or ``batch.over_budget`` is not possible.
         """
-        settings, cost_model = self.settings, CostModel.from_work(self.work)
+        settings = self.settings
         folding = Folding(
             max_tokens=settings.batch.max_tokens,
             dp_size=self.dp_size,
-            cost_model=cost_model.calibrated(self.measured) if self.measured else cost_model,
+            cost_model=CostModel.from_work(self.work),
             device=self.device,
             micro_batch_multiple=self.micro_batch_multiple,
             bubble=settings.parallel.bubble,

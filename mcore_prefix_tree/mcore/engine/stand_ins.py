@@ -1,4 +1,4 @@
-"""Stand-ins for objectives in verification, comparison and calibration: losses without signals, folded and unfolded."""
+"""Stand-ins for objectives in verification and comparison: losses without signals, folded and unfolded."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def make_stand_in(job: Job) -> VocabularyStandIn:
 
 
 def plain(job: Job, samples: Sequence[Sample]) -> tuple[Job, list[Sample]]:
-    """Return stand-ins for a job and its samples in verification, comparison and calibration."""
+    """Return stand-ins for a job and its samples in verification and comparison."""
     objective, plain_samples = make_stand_in(job).trained_on(samples)
     return replace(job, objective=objective, hook=StepHook()), plain_samples
 

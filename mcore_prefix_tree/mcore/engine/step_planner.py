@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 
 from mcore_prefix_tree.data.batches import SampleOrder, SampleStream
 from mcore_prefix_tree.mcore.engine.carried_trees import count_carried_bytes, fold_carrying
-from mcore_prefix_tree.mcore.engine.forward_step import with_rows
+from mcore_prefix_tree.mcore.engine.forward_step import divided_by_tokens, with_rows
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.objectives import Targets
@@ -108,6 +108,9 @@ def fold_micro_batches(
             with_rows(batch, job.objective, targets, () if batch.forward_only else indices)
             for batch, indices in zip(batches, cut, strict=True)
         ]
+    if job.divides_by_tokens:
+        scale = sum(map(len, samples)) / max((targets or job.objective.targets(samples)).divisor, 1)
+        batches = [divided_by_tokens(batch, scale) for batch in batches]
     return list(job.hook.prepare(batches, carrying))
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
+from mcore_prefix_tree.mcore.engine.forward_step import for_schedule, tree_forward
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.outcome import Outcome, Rows, compare_outcomes, measure_rounding
 from mcore_prefix_tree.mcore.engine.pipeline import run_schedule
@@ -27,6 +27,7 @@ from mcore_prefix_tree.mcore.engine.random_draws import kept_buffers, kept_gener
 from mcore_prefix_tree.mcore.engine.stand_ins import make_stand_in, plain
 from mcore_prefix_tree.mcore.engine.step_planner import FoldedStep, fold_step
 from mcore_prefix_tree.mcore.engine.unfolded import (
+    StockBatch,
     UnfoldedStep,
     plan_unfolded,
     stock_forward,
@@ -175,13 +176,13 @@ def _verified(
     begun = _Begun(progress, len(step.micro_batches) + (1 if companion is None else 2) * len(alone.micro_batches))
     rows = _repeated(partial(make_stand_in(job).folded_rows, chunks, samples, job))
     folded = replace(_run_folded(chunks, step, job, begun), rows=dict(enumerate(rows)))
-    unfolded = _run_unfolded(chunks, alone, job, begun)
+    unfolded = _run_unfolded(chunks, alone, samples, job, begun)
     reference, rounding = unfolded, None
     if companion is not None:
         copies, config = in_dtype(companion)
         for target, source in zip(copies, chunks, strict=True):
             target.load_state_dict(_bare(source).state_dict())
-        other = _run_unfolded(copies, alone, replace(job, config=config), begun)
+        other = _run_unfolded(copies, alone, samples, replace(job, config=config), begun)
         if dtype is torch.float64:
             # Nothing is wider: the rounding of float32, scaled to the digits of float64.
             scale = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
@@ -249,7 +250,7 @@ def _run_folded(chunks: Sequence[torch.nn.Module], step: FoldedStep, job: Job, b
         return job.readout.read(output, batch).loss, []
 
     forward, no_rows = partial(tree_forward, readout=job.readout), tuple(() for _ in step.micro_batches)
-    return _run(chunks, step.micro_batches, no_rows, forward, loss, job, begun)
+    return _run(chunks, step.micro_batches, no_rows, forward, loss, for_schedule, job, begun)
 
 
 def _repeated(run: Callable[[], list[Rows]]) -> list[Rows]:
@@ -266,9 +267,17 @@ def _repeated(run: Callable[[], list[Rows]]) -> list[Rows]:
     return rows
 
 
-def _run_unfolded(chunks: Sequence[torch.nn.Module], step: UnfoldedStep, job: Job, begun: _Begun) -> Outcome:
+def _run_unfolded(
+    chunks: Sequence[torch.nn.Module], step: UnfoldedStep, samples: Sequence[Sample], job: Job, begun: _Begun
+) -> Outcome:
     score = make_stand_in(job).stock_rows
-    return _run(chunks, step.micro_batches, step.sample_index, stock_forward, score, job, begun)
+    ratio = sum(map(len, samples)) / sum(np.count_nonzero(sample.loss_mask[1:]) for sample in samples)
+
+    def divide(batch: StockBatch, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | int]:
+        """Return a loss and its divisor: scored tokens, or all, which stock layers multiply their losses by."""
+        return (loss * ratio, batch.length) if job.divides_by_tokens else (loss, batch.loss_mask.count_nonzero())
+
+    return _run(chunks, step.micro_batches, step.sample_index, stock_forward, score, divide, job, begun)
 
 
 def _run(
@@ -277,12 +286,13 @@ def _run(
     sample_index: Sequence[tuple[int, ...]],
     forward: Callable[[Any, Any], torch.Tensor],
     score: Callable[[Any, torch.Tensor], tuple[torch.Tensor, list[Rows]]],
+    divide: Callable[[Any, torch.Tensor], tuple[torch.Tensor, torch.Tensor | int]],
     job: Job,
     begun: _Begun,
 ) -> Outcome:
     """Run forward and backward of micro-batches; ``forward`` returns ``[1, P, ...]`` or ``[1, n, ...]``."""
     rows: dict[int, Rows] = {}
-    losses: list[float] = []
+    losses: list[tuple[float, int]] = []
     indices = iter(sample_index)
 
     def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
@@ -293,10 +303,11 @@ def _run(
         def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
             """Return the loss of the output ``[1, P, ...]``, or ``[1, n, ...]`` for one sample."""
             loss, scored = score(batch, output)
-            losses.append(float(loss.detach()))
+            divided, divisor = divide(batch, loss)
+            losses.append((float(loss.detach()), int(divisor)))
             # A batch of padding has rows of no sample.
             rows.update(zip(next(indices), scored, strict=False))
-            return loss, torch.zeros((), dtype=torch.int, device=output.device), None
+            return divided, torch.zeros((), dtype=torch.int, device=output.device), None
 
         return forward(model, batch), loss_func
 
@@ -304,11 +315,12 @@ def _run(
         run_schedule(chunks, micro_batches, forward_step)
         _reduce(chunks, gradients)
     # Tensor-parallel ranks all know the rows of their replica; one of them speaks for it.
-    of_all = everyone((rows, sum(losses)) if has_logits() else ({}, 0.0))
+    of_all = everyone((rows, losses) if has_logits() else ({}, []))
+    loss, divisor = map(sum, zip(*(one for _, of_rank in of_all for one in of_rank), strict=True))
     return Outcome(
         rows={index: row for rank_rows, _ in of_all for index, row in rank_rows.items()},
-        loss=sum(loss for _, loss in of_all),
-        gradients=gradients,
+        loss=loss,
+        gradients={name: gradient / divisor for name, gradient in gradients.items()},
     )
 
 

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import cast
@@ -23,7 +23,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from mcore_prefix_tree.mcore.checkpoints import checkpoint
 from mcore_prefix_tree.mcore.loop.session import EndRequest, session
 from mcore_prefix_tree.mcore.models.bridge import load_bridge, without_scalar_head
-from mcore_prefix_tree.mcore.models.bridge_weights import DTYPES, copies_in_depths, is_untrained
+from mcore_prefix_tree.mcore.models.bridge_weights import DTYPES, copies_in, is_untrained
 from mcore_prefix_tree.mcore.models.build_gpt import build_chunks
 from mcore_prefix_tree.mcore.models.lora import bridge_lora
 from mcore_prefix_tree.mcore.ranks import everyone, is_main_rank, on_main_rank
@@ -70,13 +70,13 @@ def export(source: str, chunks: Sequence[torch.nn.Module], target: str | Path) -
         of_ranks = everyone(None if head is None else cast("torch.Tensor", head.weight).detach().cpu())
         score = next((weight for weight in of_ranks if weight is not None), None)
         folder = HuggingFaceFolder.read(source)
-        weights: Iterator[tuple[str, torch.Tensor]] = load_bridge(source).export_hf_weights(
-            models, cpu=True, show_progress=False
-        )
+        bridge = load_bridge(source)
+        weights: Iterator[tuple[str, torch.Tensor]] = bridge.export_hf_weights(models, cpu=True, show_progress=False)
         if score is not None:
             folder, weights = folder.with_scalar_head(), chain(weights, [(SCORE, score)])
         has_depths = bool(get_model_config(models[0]).mtp_num_layers)
-        _write_folder(target, weights, lambda unfinished: _Writer(folder, unfinished, has_depths))
+        copies = copies_in(folder, bridge.hf_pretrained.config, has_depths)
+        _write_folder(target, weights, lambda unfinished: _Writer(folder, unfinished, copies, has_depths))
 
 
 def _write_folder(
@@ -145,17 +145,21 @@ class _AdapterWriter:
 class _Writer:
     """Writes each file of a folder, with the source's names, shapes and types, as soon as its weights are there."""
 
-    def __init__(self, source: HuggingFaceFolder, target: Path, has_depths: bool) -> None:
-        self._source, self._target, self._has_depths = source, target, has_depths
-        self._copies = copies_in_depths(source) if has_depths else {}
+    def __init__(self, source: HuggingFaceFolder, target: Path, copies: Mapping[str, str], has_depths: bool) -> None:
+        self._source, self._target, self._copies, self._has_depths = source, target, copies, has_depths
         self._left: dict[str, set[str]] = defaultdict(set)
         for name, file in source.files.items():
             self._left[file].add(name)
         self._weights: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
 
     def add(self, name: str, weight: torch.Tensor) -> None:
-        """Take a text model's weight; raise RecipeError unless the source has it, of the same shape."""
+        """Take a text model's weight, and its copies; raise RecipeError unless the source has it, of the same shape."""
         name = self._source.names.get(name, name)
+        if name not in self._copies:  # some bridges export a tied output layer, too
+            for one in (name, *(copy for copy, own in self._copies.items() if own == name)):
+                self._take(one, weight)
+
+    def _take(self, name: str, weight: torch.Tensor) -> None:
         file = self._source.files.get(name)
         if file is None or name not in self._left[file]:
             raise RecipeError(f"Megatron-Bridge exports '{name}', which {self._source.path} does not have, or twice")
@@ -176,8 +180,6 @@ class _Writer:
         self._left[file].remove(name)
         if not self._left[file]:
             self._write(file)
-        for copy in [copy for copy, own in self._copies.items() if own == name]:
-            self.add(copy, weight)
 
     def finish(self) -> None:
         """Write weights that the model does not train and the other files; raise RecipeError if a weight is missing."""

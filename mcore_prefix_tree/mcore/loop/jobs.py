@@ -1,4 +1,4 @@
-"""Commands on a recipe: train, verify, compare, calibrate."""
+"""Commands on a recipe: train, verify, compare."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import torch
 from mcore_prefix_tree.mcore.checkpoints import checkpoint
 from mcore_prefix_tree.mcore.checkpoints.checkpoint import exclusive_save
 from mcore_prefix_tree.mcore.checkpoints.retention import check_not_overwritten
-from mcore_prefix_tree.mcore.engine.calibration import Calibration
 from mcore_prefix_tree.mcore.engine.comparison import Comparison
 from mcore_prefix_tree.mcore.engine.evaluation import HeldOut
 from mcore_prefix_tree.mcore.engine.sample_checks import check_samples
@@ -74,11 +73,6 @@ def compare_first(run: Resolved, *, repeats: int, progress: Progress | None = No
     """Measure the first batch folded and unfolded; ``progress`` is called on the main rank."""
     told = progress if is_main_rank() else None
     return Trainer(run, run.new_model()).compare(1, repeats=repeats, progress=told)
-
-
-def measure_costs(run: Resolved, *, repeats: int) -> Calibration:
-    """Time micro-batches of the job's shapes."""
-    return Trainer(run, run.new_model()).calibrate(repeats=repeats)
 
 
 def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_data: bool = False) -> None:

@@ -219,7 +219,6 @@ def resolve(
         dp_size=parallel_state.get_data_parallel_world_size(),
         work=ModelWork.from_model(model, fused_head=recipe.fused_head, scalar_head=objective.has_scalar_head),
         micro_batch_multiple=recipe.parallel.micro_batch_multiple,
-        measured=session.measured,
     )
     job = run.make_job(
         objective,

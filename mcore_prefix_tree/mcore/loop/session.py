@@ -25,9 +25,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from mcore_prefix_tree.cpu.emulation import cpu_emulation
 from mcore_prefix_tree.mcore.models.bridge import described
 from mcore_prefix_tree.mcore.models.build_gpt import describe_size, transformer_config
-from mcore_prefix_tree.mcore.ranks import is_of_lost_rank, on_main_rank
+from mcore_prefix_tree.mcore.ranks import is_of_lost_rank
 from mcore_prefix_tree.mcore.seam.validation import check_config
-from mcore_prefix_tree.plan import Measured, read_measured
 from mcore_prefix_tree.settings import ParallelConfig, Recipe, RecipeError
 from mcore_prefix_tree.utils.errors import naming_memory
 from mcore_prefix_tree.utils.launchers import adopt_ranks
@@ -38,16 +37,11 @@ _NEXT_CTRL_C_S = 1.0  # from when on Ctrl-C is meant as a second one
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """Job that a process has joined; its recipe has the architecture of ``model.hf``.
-
-    ``measured`` are the measurements of ``batch.calibration``, as the main rank read them when the job started: plans
-    depend on them, and the file may change, or not be the same on another machine.
-    """
+    """Job that a process has joined; its recipe has the architecture of ``model.hf``."""
 
     recipe: Recipe
     config: Any
     device: torch.device
-    measured: tuple[Measured, ...] = ()
 
 
 class LostRankError(ConnectionError):
@@ -59,7 +53,7 @@ def session(recipe: Recipe) -> Iterator[Session]:
     """Set up the ranks that ``torchrun``, ``mpirun`` or ``srun`` started, or a world of one, and take them down again.
 
     Raises NotImplementedError as :func:`check_config`, ValueError if the recipe does not fit the ranks or their GPUs,
-    ValueError or OSError for the file of ``batch.calibration``, and LostRankError if another rank ended.
+    and LostRankError if another rank ended.
     """
     adopt_ranks(os.environ)
     on_gpu = recipe.device != "cpu" and torch.cuda.is_available()
@@ -84,10 +78,8 @@ def session(recipe: Recipe) -> Iterator[Session]:
         seed = recipe.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
         torch.manual_seed(seed)
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-        calibration = recipe.batch.calibration
-        measured = [] if calibration is None else on_main_rank(partial(read_measured, calibration))
         try:
-            yield Session(recipe=recipe, config=config, device=device, measured=tuple(measured))
+            yield Session(recipe=recipe, config=config, device=device)
         except RuntimeError as error:
             if not is_of_lost_rank(error):
                 raise

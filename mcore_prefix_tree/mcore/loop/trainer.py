@@ -21,7 +21,6 @@ from mcore_prefix_tree.data.fingerprint import CHECKSUMS, are_new_data, differen
 from mcore_prefix_tree.mcore.checkpoints import checkpoint
 from mcore_prefix_tree.mcore.checkpoints.retention import remove_older
 from mcore_prefix_tree.mcore.checkpoints.saved_recipe import changed_settings
-from mcore_prefix_tree.mcore.engine.calibration import Calibration, calibrate
 from mcore_prefix_tree.mcore.engine.comparison import ROUNDS, Comparison, compare
 from mcore_prefix_tree.mcore.engine.evaluation import Evaluation, HeldOut
 from mcore_prefix_tree.mcore.engine.layer_graphs import layer_graphs
@@ -36,8 +35,6 @@ from mcore_prefix_tree.mcore.ranks import is_main_rank
 from mcore_prefix_tree.mcore.seam.multi_token import take_logged_losses
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.settings import RecipeError
-
-_CALIBRATION_STEPS = 4
 
 
 class DivergedError(ValueError):
@@ -242,12 +239,6 @@ class Trainer:
         with self._graphs():
             return compare(self._chunks, samples, self._job, repeats=repeats, progress=progress)
 
-    def calibrate(self, *, repeats: int) -> Calibration:
-        """Time micro-batches of the first few steps' samples."""
-        samples = self._order.take(0, min(_CALIBRATION_STEPS * self._recipe.batch.per_step, self._order.per_epoch))
-        with self._graphs():
-            return calibrate(self._chunks, samples, self._job, repeats=repeats)
-
     def _graphs(self) -> AbstractContextManager[None]:
         return layer_graphs(self._chunks, self._optimizer, self._job.folding.padding.buckets)
 
@@ -273,10 +264,15 @@ class Trainer:
         folder = self._recipe.checkpoint.save
         assert folder is not None
         source = checkpoint.iteration_folder(folder, saved)
-        if is_main_rank() and (changed := changed_settings(source, asdict(self._recipe))):
-            # Before it is read: a model that does not fit may be one of them.
-            reporter.message(f"changed since {source}: {', '.join(changed)}")
-        progress = checkpoint.load(folder, saved, self._chunks, self._optimizer, self._scheduler)
+        changed = ", ".join(changed_settings(source, asdict(self._recipe)))
+        if is_main_rank() and changed:
+            reporter.message(f"changed since {source}: {changed}")
+        try:
+            progress = checkpoint.load(
+                folder, saved, self._chunks, self._optimizer, self._scheduler, model=self._recipe.model
+            )
+        except checkpoint.UnfitCheckpointError as error:
+            raise RecipeError(f"{error}{changed and f'; changed since it was saved: {changed}'}") from error
         self._data_from = progress.data_from
         told = f"resumed from {source}"
         before, now = vars(progress), vars(self._progress(progress.iteration))

@@ -12,22 +12,13 @@ import copy
 import dataclasses
 import io
 import os
-import pickle
-import platform
-import re
-import shlex
-import sys
-import sysconfig
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import datasets
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
 from megatron.core.tensor_parallel import layers as tensor_parallel_layers
@@ -35,9 +26,8 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
+from megatron.training.arguments import core_transformer_config_from_args, validate_args
 
-from mcore_prefix_tree.arguments.flags import add_argument_group
 from mcore_prefix_tree.arguments.refusals import (
     APEX_MISSING,
     SPEC_EXAMPLE,
@@ -50,11 +40,8 @@ from mcore_prefix_tree.arguments.refusals import (
     check_vocabulary_known,
 )
 from mcore_prefix_tree.data import load_tokenizer
-from mcore_prefix_tree.mcore.checkpoints.integrity import pickle_enums_by_value
-from mcore_prefix_tree.mcore.megatron_lm.activation_memory import warm_up_bytes
 from mcore_prefix_tree.mcore.megatron_lm.hf_arguments import check_same_model
 from mcore_prefix_tree.mcore.megatron_lm.job_from_arguments import (
-    device_of_this_rank,
     make_folding_from_args,
     make_objective_from_args,
     resolve_backend_from_args,
@@ -63,6 +50,8 @@ from mcore_prefix_tree.mcore.megatron_lm.pretrain_forms import check_layers, che
 from mcore_prefix_tree.mcore.megatron_lm.step_batches import check_sizes, megatrons_calculator
 from mcore_prefix_tree.mcore.seam.validation import check_config
 from mcore_prefix_tree.utils.launchers import check_gpus
+
+_RANKS = (("RANK", "0"), ("WORLD_SIZE", "1"))
 
 
 def check_command_line(args: argparse.Namespace, args_defaults: Mapping[str, Any] | None) -> argparse.Namespace | None:
@@ -86,10 +75,9 @@ def check_command_line(args: argparse.Namespace, args_defaults: Mapping[str, Any
         return None
     # First, because a model that folding rejects may need a missing package already for Megatron's validation.
     check_config(as_config(args))
-    # Megatron's values from the environment, for example the rank count.
-    with contextlib.redirect_stdout(io.StringIO()):
-        parsed = parse_args(add_argument_group, ignore_unknown_args=True)
-    validated = argparse.Namespace(**vars(parsed) | vars(copy.deepcopy(args)))
+    validated = copy.deepcopy(args)
+    # As Megatron sets them when it has parsed the command line.
+    validated.rank, validated.world_size = (int(os.environ.get(name, default)) for name, default in _RANKS)
     try:
         _validate(validated, args_defaults or {})
     except ArgumentError:
@@ -102,16 +90,13 @@ def check_command_line(args: argparse.Namespace, args_defaults: Mapping[str, Any
                 pass
         return None
     config = checked_config(validated)
-    trains = args.prefix_tree_score is None
-    if trains:
+    if args.prefix_tree_score is None:
         with _megatrons_refusals(), megatrons_calculator(validated):
             check_sizes(validated)
     make_folding_from_args(validated, device=torch.device("cpu"))
     make_objective_from_args(validated)
     if not args.prefix_tree_dry_run:
         resolve_backend_from_args(validated, config)
-        if trains:
-            _check_warm_up(validated)
     return validated
 
 
@@ -129,7 +114,6 @@ def checked_config(args: argparse.Namespace) -> Any:
         check_same_model(args, config)
     if not args.prefix_tree_dry_run:
         check_installed(args)
-        _check_saved_arguments(args)
     return config
 
 
@@ -200,75 +184,11 @@ def check_installed(args: argparse.Namespace) -> None:
 
 
 def check_machine(args: argparse.Namespace) -> None:
-    """Check the launcher, the GPUs and the packages of this machine, and have Megatron-LM compile for this Python."""
+    """Check the launcher, the GPUs and the packages of this machine."""
     check_launched()
     if torch.cuda.is_available():
         check_gpus(os.environ, torch.cuda.device_count())
     check_installed(args)
-    build_helpers_for_this_python()
-
-
-def _check_saved_arguments(args: argparse.Namespace) -> None:
-    """Load the arguments as Megatron-LM does with those of a checkpoint; see :func:`pickle_enums_by_value`."""
-    pickle_enums_by_value()
-    if args.save is None:
-        return
-    saved = io.BytesIO()
-    torch.save(args, saved)
-    saved.seek(0)
-    try:
-        torch.load(saved)
-    except pickle.UnpicklingError as error:
-        refused = re.search(r"GLOBAL (\S+)", str(error))
-        raise ArgumentError(
-            f"--save: torch would refuse to load the checkpoints of this job, for {refused[1] if refused else error} "
-            f"among its arguments, as Python {platform.python_version()} pickles them; remove --save, or start the "
-            "job with another Python"
-        ) from error
-
-
-def build_helpers_for_this_python() -> None:
-    """Have the Makefile of Megatron-LM's data helpers build them for the Python that runs the job, if they are not.
-
-    It calls the ``python3`` and the ``python3-config`` of ``PATH``, which may be another version's or missing. make
-    takes variables from ``MAKEFLAGS``, and these win over the Makefile's.
-    """
-    folder = Path(datasets.__file__).parent
-    suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    source, built = folder / "helpers.cpp", folder / f"helpers_cpp{suffix}"
-    variables = {"LIBEXT": suffix}
-    if not built.is_file() or built.stat().st_mtime < source.stat().st_mtime:
-        headers = sysconfig.get_path("include")
-        for what, there in {
-            "the package pybind11": find_spec("pybind11") is not None,
-            f"its headers ({headers}/Python.h)": Path(headers, "Python.h").is_file(),
-        }.items():
-            if not there:
-                raise ArgumentError(
-                    f"Megatron-LM compiles its data helpers when it starts, for which {sys.executable} lacks {what}; "
-                    "install it"
-                )
-        paths = (headers, import_module("pybind11").get_include())
-        variables["CPPFLAGS"] = " ".join(
-            [*filter(None, [os.environ.get("CPPFLAGS")]), *(f"-I{shlex.quote(path)}" for path in paths)]
-        )
-    # make splits its words at blanks that no backslash protects.
-    given = [re.sub(r"([\\\s])", r"\\\1", f"{name}={value}") for name, value in variables.items()]
-    os.environ["MAKEFLAGS"] = " ".join([*filter(None, [os.environ.get("MAKEFLAGS")]), *given])
-
-
-def _check_warm_up(args: argparse.Namespace) -> None:
-    """Check that Megatron-LM's first allocation fits this rank's GPU."""
-    device = device_of_this_rank()
-    if device.type != "cuda":
-        return
-    needed, there = warm_up_bytes(args), torch.cuda.get_device_properties(device).total_memory
-    if needed > there:
-        raise ArgumentError(
-            f"--micro-batch-size={args.micro_batch_size} samples of --seq-length={args.seq_length} tokens: on as many "
-            f"tokens Megatron-LM warms up its fused functions before there is a model, in {needed / 2**30:.1f} GiB, "
-            f"and this GPU has {there / 2**30:.1f}; lower --micro-batch-size, or --seq-length to the longest sample"
-        )
 
 
 def as_config(args: argparse.Namespace) -> argparse.Namespace:

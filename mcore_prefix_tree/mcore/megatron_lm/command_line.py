@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any, NoReturn
 
 from mcore_prefix_tree.arguments.flags import add_argument_group, readable_arguments
-from mcore_prefix_tree.arguments.refusals import ArgumentError, check_checkpoint_args, check_checkpoints, check_unused
-from mcore_prefix_tree.mcore import compat
+from mcore_prefix_tree.arguments.refusals import ArgumentError, check_checkpoint_args, check_unused
+from mcore_prefix_tree.mcore import release
 from mcore_prefix_tree.utils.os_signals import end_without_stacks
 
 
@@ -60,7 +60,6 @@ class CheckedParser(argparse.ArgumentParser):
             parsed = super().parse_args(args, namespace)
             if parsed.prefix_tree:
                 end_without_stacks()  # a site's own script has no other place
-                check_checkpoints(parsed)
                 options = {word.partition("=")[0] for word in words}
                 self._check(parsed, {one.dest for one in self._actions if options & set(one.option_strings)})
             else:
@@ -80,7 +79,7 @@ class CheckedParser(argparse.ArgumentParser):
         except ValueError as error:  # core_v0.19.0 has a help text that holds "10%)"
             usage = f"%(prog)s <arguments of {self._script}> --prefix-tree ..."
             ours = self._add_group(argparse.ArgumentParser(usage=usage, add_help=False)).format_help()
-            return f"{ours}\nMegatron-LM {compat.installed_version()} cannot show its own arguments: {error}\n"
+            return f"{ours}\nMegatron-LM {release.installed_version()} cannot show its own arguments: {error}\n"
 
 
 def _check_job(

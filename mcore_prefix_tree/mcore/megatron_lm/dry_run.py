@@ -1,4 +1,4 @@
-"""``--prefix-tree-dry-run``: the first step's plan and a rank's memory, without a GPU and without a job.
+"""``--prefix-tree-dry-run``: the first step's plan, without a GPU and without a job.
 
 It also finds ``--micro-batch-size`` and ``--seq-length`` in the data if they are omitted. ``--prefix-tree-max-tokens``
 fills a GPU; how many samples fit it depends on the prefixes that they share. So the right ``--micro-batch-size`` is the
@@ -9,29 +9,20 @@ on ``--seq-length`` times ``--micro-batch-size`` tokens: with the longest sample
 from __future__ import annotations
 
 import argparse
-import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
-from megatron.training.arguments import core_transformer_config_from_args
-from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
-from mcore_prefix_tree.arguments.refusals import ArgumentError, has_scalar_head
+from mcore_prefix_tree.arguments.refusals import ArgumentError
 from mcore_prefix_tree.data.batches import SampleOrder
-from mcore_prefix_tree.layout.stats import forest_counts
-from mcore_prefix_tree.mcore.engine.backend import attention_cases_of_model
-from mcore_prefix_tree.mcore.engine.carried_trees import count_carried_bytes
 from mcore_prefix_tree.mcore.engine.folding import Folding
-from mcore_prefix_tree.mcore.megatron_lm.activation_memory import activation_bytes, warm_up_bytes
 from mcore_prefix_tree.mcore.megatron_lm.job_from_arguments import (
     count_model_work,
     make_folding_from_args,
     make_objective_from_args,
 )
-from mcore_prefix_tree.mcore.megatron_lm.pretrain_forms import hybrid_pattern
 from mcore_prefix_tree.mcore.megatron_lm.providers import read_order
 from mcore_prefix_tree.mcore.megatron_lm.step_batches import (
     Need,
@@ -51,12 +42,10 @@ _FOUND = ("micro_batch_size", "seq_length")  # arguments that the data decides
 
 
 def dry_run(args: argparse.Namespace, omitted: frozenset[str] = frozenset()) -> str:
-    """Describe the first step of a job with these arguments, and the memory of a rank.
+    """Describe the first step of a job with these arguments.
 
-    Memory is an estimate for the most loaded rank: Megatron's own for weights, gradients and optimizer, and that of
-    :func:`activation_bytes`, which knows experts and recomputation, for a step whose micro-batches are all as long as
-    the longest. Hybrid models have no estimate. The first line gives the sizes in ``omitted`` (:func:`fill_omitted`).
-    Raises ArgumentError if a step does not fit its micro-batches, SampleError for bad data.
+    The first line gives the sizes in ``omitted`` (:func:`fill_omitted`). Raises ArgumentError if a step does not fit
+    its micro-batches, SampleError for bad data.
     """
     objective = make_objective_from_args(args)
     folding = make_folding_from_args(args, objective, device=torch.device("cpu"))
@@ -92,7 +81,7 @@ def dry_run(args: argparse.Namespace, omitted: frozenset[str] = frozenset()) -> 
             f"  fewer and larger micro-batches, {training[0].samples // largest} a rank here, fit every step: use "
             f"--micro-batch-size {largest}"
         )
-    return "\n".join([*lines, *_describe_memory(args, samples, plan, folding)])
+    return "\n".join(lines)
 
 
 def _describe_step(
@@ -130,62 +119,6 @@ def _describe_step(
     return [*lines, *_idle(plan), f"first step: {_filled(plan, folding.max_tokens)}"]
 
 
-def _describe_memory(
-    args: argparse.Namespace, samples: Sequence[Sample], plan: ForestPlan, folding: Folding
-) -> list[str]:
-    """Describe the memory of the most loaded rank, or why there is no estimate."""
-    carried = _carried(args, plan, folding)
-    if hybrid_pattern(args) is not None or count_model_work(args).state_layers:
-        kind = "a hybrid model" if hybrid_pattern(args) is not None else "a model with Gated DeltaNet"
-        states = _states(args, samples, plan, folding)
-        return [*states, *carried, f"a rank's memory: no estimate, because Megatron-LM has none of {kind}'s weights"]
-    cases = {
-        "longest micro-batch": max(map(max, plan.physical_tokens)),
-        "at --prefix-tree-max-tokens": folding.max_tokens,
-    }
-    kept = "activations" if args.num_experts is None else "activations with balanced routing"
-    has_logits = not (args.prefix_tree_fused_head or has_scalar_head(args))
-    sizes = {"micro_batches": plan.num_micro_batches, "logits_width": args.padded_vocab_size if has_logits else 0}
-    config = core_transformer_config_from_args(args)
-    lines = [
-        f"a rank's memory by an estimate, of {args.world_size} ranks:",
-        f"  Megatron-LM's warm-up at the start, before all else: {warm_up_bytes(args) / GIB:.3g} GiB",
-        f"  weights, gradients, optimizer: {(_weights_in_layout(args) + _whole_projections(args)) / GIB:.3g} GiB",
-    ]
-    lines += [
-        f"  {kept}, {case} ({tokens} tokens): {activation_bytes(config, tokens, **sizes) / GIB:.3g} GiB"
-        for case, tokens in cases.items()
-    ]
-    return lines + carried
-
-
-def _carried(args: argparse.Namespace, plan: ForestPlan, folding: Folding) -> list[str]:
-    """Describe what the chunks of trees above the budget read of each other, if there are such trees."""
-    if plan.carrying is None:
-        return []
-    config = core_transformer_config_from_args(args)
-    attention = attention_cases_of_model(config, device=folding.device, deterministic=False)
-    folding = replace(folding, config=config, attention_cases=attention)
-    carried = count_carried_bytes(plan, folding, count_model_work(args)) / GIB
-    return [f"  keys, values and states that chunks read, with their gradients, at most: {carried:.3g} GiB"]
-
-
-def _states(args: argparse.Namespace, samples: Sequence[Sample], plan: ForestPlan, folding: Folding) -> list[str]:
-    """Describe the states that recurrent layers keep of a micro-batch, if there are such layers."""
-    work = count_model_work(args)
-    if not work.state_layers:
-        return []
-    layouts = (folding.layout([samples[i] for i in batch]) for rank in plan.micro_batches for batch in rank)
-    most = max(int(forest_counts(layout)["segment_states"]) for layout in layouts)
-    kept = most * work.state_bytes / args.tensor_model_parallel_size
-    return [
-        f"first step: segments below branch points start from states of recurrent layers, {most} at most in a "
-        f"micro-batch: {kept / GIB:.3g} GiB in {work.state_layers} layers, or that of one layer with full "
-        f"recomputation; --prefix-tree-max-tokens counts them, as {work.state_tokens} tokens for each path that joins "
-        "a tree"
-    ]
-
-
 def _dealt(batches: Sequence[Sequence[int]], sizes: Sequence[int]) -> str:
     """Describe a rank's micro-batches; those that a plan leaves empty are counted."""
     parts = [f"{len(batch)} samples in {tokens} tokens" for batch, tokens in zip(batches, sizes, strict=True) if tokens]
@@ -212,47 +145,6 @@ def _filled(plan: ForestPlan, max_tokens: int) -> str:
     share = sum(sizes) / max(1, sum(map(bool, sizes))) / max_tokens
     text = f"micro-batches with samples use {share:.0%} of --prefix-tree-max-tokens={max_tokens} on average"
     return text + (f"; {empty} of {len(sizes)} are empty" if empty else "")
-
-
-def _whole_projections(args: argparse.Namespace) -> float:
-    """Return the bytes that the estimate cuts off latent attention's down projections, which ranks hold in full."""
-    if not args.multi_latent_attention:
-        return 0.0
-    tensor = args.tensor_model_parallel_size
-    width = (args.q_lora_rank or 0) + args.kv_lora_rank + args.qk_pos_emb_head_dim
-    cut_off: float = args.num_layers / args.pipeline_model_parallel_size * args.hidden_size * width * (1 - 1 / tensor)
-    # As compute_weight_and_optimizer_memory counts a parameter.
-    bytes_each = 6 + 12 / args.data_parallel_size if args.use_distributed_optimizer else 18
-    return cut_off * bytes_each
-
-
-# The estimate of core_v0.16.1 cuts experts like everything else. So experts are counted separately, by the bytes that
-# those of one rank add to a model in the layout of experts.
-def _weights_in_layout(args: argparse.Namespace) -> float:
-    """Return the bytes of weights, gradients and optimizer of the most loaded rank, but for whole projections."""
-    if args.num_experts is None:
-        return _count_weight_bytes(args)
-    experts, tensor = args.expert_model_parallel_size, args.expert_tensor_parallel_size
-    world_size = args.world_size // experts
-    layout = {
-        "expert_model_parallel_size": 1,
-        "tensor_model_parallel_size": tensor,
-        "world_size": world_size,
-        "data_parallel_size": world_size // (tensor * args.pipeline_model_parallel_size),
-    }
-    without = _count_weight_bytes(args, num_experts=0, **layout)
-    return (
-        _count_weight_bytes(args, num_experts=0)
-        + _count_weight_bytes(args, num_experts=args.num_experts // experts, **layout)
-        - without
-    )
-
-
-def _count_weight_bytes(args: argparse.Namespace, **changed: Any) -> float:
-    if has_scalar_head(args):  # one row, but the estimate would count a vocabulary
-        changed["untie_embeddings_and_output_weights"] = False
-    # The estimate writes to its arguments.
-    return float(compute_weight_and_optimizer_memory(argparse.Namespace(**vars(copy.deepcopy(args)) | changed)))
 
 
 def fill_omitted(args: argparse.Namespace, args_defaults: Mapping[str, Any] | None) -> frozenset[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,7 +35,11 @@ def make_job_from_args(
 ) -> Job:
     """Return the job that validated arguments describe; see :meth:`Run.make_job`."""
     run = describe_run(args, device=device_of_this_rank())
-    return run.make_job(objective, core_transformer_config_from_args(args), first_step, say=print_rank_0)
+    config = core_transformer_config_from_args(args)
+    config.hybrid_layer_pattern = hybrid_pattern(args)  # Megatron gives it to the model alone
+    job = run.make_job(objective, config, first_step, say=print_rank_0)
+    # The stock loop divides its own loss by scored tokens, whatever layers add.
+    return replace(job, divides_by_tokens=False) if objective.is_weighted_sum else job
 
 
 def make_folding_from_args(

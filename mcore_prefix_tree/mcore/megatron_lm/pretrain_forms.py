@@ -29,10 +29,11 @@ from megatron.training import training as loop
 from megatron.training.arguments import parse_args
 
 from mcore_prefix_tree.arguments.refusals import ArgumentError
-from mcore_prefix_tree.mcore import compat
+from mcore_prefix_tree.mcore import release
 from mcore_prefix_tree.mcore.engine.known_shapes import LateGroups, LoopCommunicator, LoopSteps
 from mcore_prefix_tree.mcore.megatron_lm.command_line import add_prefix_tree_args
-from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL, NEEDS_NEWER, check_pattern
+from mcore_prefix_tree.mcore.release import HAS_HYBRID_MODEL
+from mcore_prefix_tree.mcore.seam.hybrid_layers import NEEDS_NEWER, check_pattern
 from mcore_prefix_tree.plan.model_shape import has_experts
 
 _SHARED = {"train_valid_test_dataset_provider", "model_provider", "model_type", "forward_step_func"}
@@ -47,14 +48,13 @@ def checkout() -> Path:
 
 
 def check_megatron_lm() -> None:
-    """Check that the checkout's ``pretrain`` has a known form (ArgumentError), and its other names; as ``compat``."""
+    """Check that the checkout's ``pretrain`` has a known form; raise ArgumentError for another."""
     parameters = set(inspect.signature(pretrain).parameters)
     if not (parameters >= _SHARED and (parameters >= _PARSES or _CONTAINER in parameters)):
         raise ArgumentError(
-            f"{checkout()} is Megatron-LM {compat.installed_version()}, whose pretrain() takes other arguments than "
-            f"those that --prefix-tree calls; check out core_v0.16.1, core_v0.19.0 or main at {compat.MAIN_COMMIT}"
+            f"{checkout()} is Megatron-LM {release.installed_version()}, whose pretrain() takes other arguments than "
+            f"those that --prefix-tree calls; check out core_v0.16.1, core_v0.19.0 or main at {release.MAIN_COMMIT}"
         )
-    compat.check(compat.MEGATRON_LM)
 
 
 def run_pretrain(
@@ -185,7 +185,7 @@ def _builder(kind: str) -> Callable[..., Any]:
     file = checkout() / f"{kind}_builders.py"
     if not file.is_file():
         raise ArgumentError(
-            f"{file} is missing, with which Megatron-LM {compat.installed_version()} builds its model: put a complete "
+            f"{file} is missing, with which Megatron-LM {release.installed_version()} builds its model: put a complete "
             "checkout of Megatron-LM on PYTHONPATH"
         )
     spec = importlib.util.spec_from_file_location(file.stem, file)

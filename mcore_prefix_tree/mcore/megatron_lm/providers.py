@@ -23,7 +23,7 @@ from mcore_prefix_tree.data import FieldNames
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.source import Source
 from mcore_prefix_tree.mcore.engine.folding import Folding
-from mcore_prefix_tree.mcore.engine.forward_step import divisor_part, for_model, tree_forward
+from mcore_prefix_tree.mcore.engine.forward_step import divisor_part, for_model, for_schedule, tree_forward
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.sample_checks import check_samples
 from mcore_prefix_tree.mcore.engine.step_hook import StepHook
@@ -322,7 +322,6 @@ def _loss(micro_batch: StepMicroBatch, batch: MicroBatch, output: torch.Tensor) 
     """Return the loss of the stage's output, local logits ``[1, P, V / tp]`` by default."""
     found = micro_batch.readout.read(output, batch)
     loss = found.loss
-    num_tokens = torch.full((), divisor_part(batch), dtype=torch.int, device=output.device)
     if get_args().check_for_nan_in_loss_and_grad:
         get_rerun_state_machine().validate_result(
             result=loss,
@@ -331,13 +330,13 @@ def _loss(micro_batch: StepMicroBatch, batch: MicroBatch, output: torch.Tensor) 
             tolerance=0.0,
             fatal=True,
         )
-    report = {"lm loss": torch.stack([loss.detach().float(), num_tokens.float()])}
+    report = {"lm loss": torch.stack([loss.detach().float(), loss.new_full((), divisor_part(batch)).float()])}
     report |= {name: pair.float() for name, pair in found.metrics.items()}
     figures = micro_batch.figures
     if figures:
         pairs = upload(np.array(list(figures.values()), dtype=np.float32), output.device)
         report |= dict(zip(figures, pairs.unbind(), strict=True))
-    return loss, num_tokens, report
+    return *for_schedule(batch, loss), report
 
 
 def prefix_tree_providers(

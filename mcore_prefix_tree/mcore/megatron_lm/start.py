@@ -22,7 +22,7 @@ from mcore_prefix_tree.arguments.flags import SPELLINGS, read_objective, read_sc
 from mcore_prefix_tree.arguments.refusals import ArgumentError
 from mcore_prefix_tree.cpu.emulation import enable_training
 from mcore_prefix_tree.data.fields import FieldNames
-from mcore_prefix_tree.mcore import compat
+from mcore_prefix_tree.mcore import release
 from mcore_prefix_tree.mcore.engine.score_files import ScoreReport, make_readouts, write_scores
 from mcore_prefix_tree.mcore.megatron_lm.argument_checks import config_in_provider
 from mcore_prefix_tree.mcore.megatron_lm.job_from_arguments import (
@@ -135,7 +135,7 @@ def emulate_without_gpu(*, dry_run: bool = False) -> None:
 
 def say_which_megatron_core(root: Path) -> None:
     """Print one line if the checkout's ``megatron.core`` is not the one that pip installed."""
-    version = compat.installed_version().partition("+")[0]
+    version = release.installed_version().partition("+")[0]
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         installed = importlib.metadata.version("megatron-core")
         if installed != version:

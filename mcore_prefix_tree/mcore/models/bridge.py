@@ -32,15 +32,15 @@ from mcore_prefix_tree.mcore.models.bridge_settings import (
     TRAINED_DEPTHS,
     check_depths,
     check_own_layers,
-    compared_config,
-    register_renamed,
+    read_config,
     settings_of_folder,
 )
 from mcore_prefix_tree.mcore.models.bridge_weights import (
     KeepsFailure,
     TextWeights,
     check_copies,
-    check_shapes,
+    check_weights,
+    copies_in,
     unread_weights,
 )
 from mcore_prefix_tree.mcore.models.config_fields import (
@@ -119,8 +119,8 @@ def auto_bridge() -> Any:
 def _not_imported(error: ImportError) -> str:
     """Say why Megatron-Bridge cannot be imported: a transformers that it does not fit, or something that is missing."""
     installed = installed_version_of("transformers")
-    wanted = transformers_of_bridge()
-    if installed is not None and wanted is not None and not wanted.specifier.contains(installed, prereleases=True):
+    if installed is not None and not _fits(installed):
+        wanted = transformers_of_bridge()
         return (
             f"model.hf: Megatron-Bridge cannot be imported ({error}): it needs {wanted}, and {installed} is "
             f"installed; pip install '{wanted}'"
@@ -129,6 +129,11 @@ def _not_imported(error: ImportError) -> str:
         f"{_NEEDS} ({error}); install it with {install_command('bridge')} and pip install --no-deps "
         "'megatron-bridge==0.6.2', see docs/huggingface.md"
     )
+
+
+def _fits(transformers: str) -> bool:
+    wanted = transformers_of_bridge()
+    return wanted is None or wanted.specifier.contains(transformers, prereleases=True)
 
 
 def transformers_of_bridge() -> Requirement | None:
@@ -142,15 +147,17 @@ def transformers_of_bridge() -> Requirement | None:
 
 def load_bridge(path: str) -> Any:
     """Return the bridge of a folder; raise RecipeError if Megatron-Bridge is missing or lacks the architecture."""
-    kind, folder = auto_bridge(), HuggingFaceFolder.read(path)
-    register_renamed()
+    folder, installed = HuggingFaceFolder.read(path), installed_version_of("transformers")
+    # Before Megatron-Bridge, which would try an invalid one four times and call it a problem of the network.
+    config: Any = None if installed is None or not _fits(installed) else read_config(folder)
+    kind = auto_bridge()
     try:
         # Of a model with a scalar head the bridge of the language model converts all but the head. Megatron-Bridge
         # would look for the class that the code of a folder names.
         bridge = kind.from_hf_pretrained(
             path, trust_remote_code=False, architectures=[folder.architecture], auto_map={}
         )
-        config = bridge.hf_pretrained.config = compared_config(bridge.hf_pretrained.config, folder)
+        bridge.hf_pretrained.config = config
         if folder.names:
             bridge.hf_pretrained.state.source = TextWeights(folder, bridge.hf_pretrained.state.source)
         own = type(config)()
@@ -351,26 +358,28 @@ def without_scalar_head(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[lis
 
 def _load(path: str, models: list[Any], *, replaced: set[str]) -> None:
     bridge, folder = load_bridge(path), HuggingFaceFolder.read(path)
-    check_shapes(folder, bridge.hf_pretrained.config)
+    config = bridge.hf_pretrained.config
     bridge.hf_pretrained.state.source = source = KeepsFailure(folder, bridge.hf_pretrained.state.source)
     sources = [task.mapping.hf_param for task in bridge.get_conversion_tasks(models) if task is not None]
     read = replaced.union(*([one] if isinstance(one, str) else one.values() for one in sources))
-    has_depths = bool(models[0].config.mtp_num_layers)
-    read = {folder.names.get(name, name) for name in read} | unread_weights(folder, has_depths)
-    if has_depths:
-        check_copies(folder)
+    read = {folder.names.get(name, name) for name in read}
     names = sorted(folder.files)
     # Of experts that are spread over ranks each rank knows its own.
     is_read = torch.tensor(
         [name in read for name in names], dtype=torch.uint8, device=next(models[0].parameters()).device
     )
     torch.distributed.all_reduce(is_read, torch.distributed.ReduceOp.MAX)
-    unread = [name for name, one in zip(names, is_read.tolist(), strict=True) if not one]
+    read = {name for name, one in zip(names, is_read.tolist(), strict=True) if one}
+    has_depths = bool(models[0].config.mtp_num_layers)
+    copies = copies_in(folder, config, has_depths)
+    unread = sorted(folder.files.keys() - read - unread_weights(folder, copies, has_depths))
     if unread:
         raise RecipeError(
             f"model.hf={path} has '{unread[0]}', which Megatron-Bridge's model does not read"
             f"{_and_others(unread)}; its answers would differ from transformers'"
         )
+    check_weights(folder, config, read.union(copies), replaced)
+    check_copies(folder, {name: own for name, own in copies.items() if name not in replaced})
     with torch.no_grad():
         for _, parameter in _folder_parameters(models):
             parameter.fill_(torch.nan)

@@ -15,7 +15,7 @@ from mcore_prefix_tree.mcore.seam.core_attention import layer_window
 from mcore_prefix_tree.mcore.seam.tree_layers import names_own_layers
 from mcore_prefix_tree.settings import ModelConfig, ParallelConfig, RecipeError
 from mcore_prefix_tree.settings.hf_families import COMPARED, RENAMED, WITHOUT_EXPERTS
-from mcore_prefix_tree.settings.hf_folder import HuggingFaceFolder
+from mcore_prefix_tree.settings.hf_folder import CONFIG, HuggingFaceFolder
 
 # Constants in Megatron-Core's source for the rotary embeddings of Llama 3.1.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -41,28 +41,33 @@ TRAINED_DEPTHS = ("deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_moe_text")
 NUM_DEPTHS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # of folders; transformers has no such layers
 
 
-def register_renamed() -> None:
-    """Have transformers read the configurations of models that it knows by another name."""
+def read_config(folder: HuggingFaceFolder) -> Any:
+    """Return transformers' configuration of a folder: of a text model alone, and by transformers' name.
+
+    Raises RecipeError, in transformers' words, for one that contradicts itself.
+    """
     from transformers import CONFIG_MAPPING, AutoConfig
 
     for name, (own, _) in RENAMED.items():
         if name not in CONFIG_MAPPING:
             AutoConfig.register(name, type(name, (CONFIG_MAPPING[own],), {"model_type": name}))
-
-
-def compared_config(config: Any, folder: HuggingFaceFolder) -> Any:
-    """Return transformers' configuration of the compared family: of a text model alone, and by transformers' name."""
-    from transformers import CONFIG_MAPPING
-
-    kind = CONFIG_MAPPING[folder.config["model_type"]]
-    if not folder.names:
-        is_renamed = type(config).model_type in RENAMED
-        return kind(**{**config.to_dict(), "model_type": kind.model_type}) if is_renamed else config
-    given, known = config.text_config.to_dict(), kind().to_dict()
-    rope = {name: value for name, value in given["rope_parameters"].items() if not name.startswith("mrope")}
-    settings = {name: value for name, value in given.items() if name in known and name != "model_type"}
-    fixed = {"rope_parameters": rope, "tie_word_embeddings": config.tie_word_embeddings}
-    return kind(**settings | fixed | {"architectures": [folder.architecture]})
+    options = {"architectures": [folder.architecture]}
+    try:
+        config = AutoConfig.from_pretrained(folder.path, trust_remote_code=False, auto_map={}, **options)
+        kind = CONFIG_MAPPING[folder.config["model_type"]]
+        if not folder.names:
+            is_renamed = type(config).model_type in RENAMED
+            return kind(**{**config.to_dict(), "model_type": kind.model_type}) if is_renamed else config
+        given, known = config.text_config.to_dict(), kind().to_dict()
+        rope = {name: value for name, value in given["rope_parameters"].items() if not name.startswith("mrope")}
+        settings = {name: value for name, value in given.items() if name in known and name != "model_type"}
+        fixed = {"rope_parameters": rope, "tie_word_embeddings": config.tie_word_embeddings}
+        return kind(**settings | fixed | options)
+    except Exception as error:  # of any kind: transformers also finds contradictions by computing with settings
+        words = " ".join(str(error).split())
+        raise RecipeError(
+            f"model.hf={folder.path}: transformers refuses {CONFIG} ({type(error).__name__}: {words})"
+        ) from error
 
 
 def settings_of_folder(path: str, config: Mapping[str, Any], provider: Any, parallel: ParallelConfig) -> dict[str, Any]:
@@ -90,7 +95,8 @@ def settings_of_folder(path: str, config: Mapping[str, Any], provider: Any, para
     _check_groups(path, config)
     _check_stages(path, config, provider.num_layers, parallel)
     _check_windows(path, config, provider)
-    fields: dict[str, Any] = {}
+    # Some bridges, for example DeepSeek-V3's, leave it at a constant.
+    fields: dict[str, Any] = {"share_embeddings_and_output_weights": bool(config.get("tie_word_embeddings"))}
     rope, is_latent = _read_rope(config), isinstance(provider, MLATransformerConfig)
     if getattr(provider, "position_embedding_type", None) == "yarn":
         fields |= {name: value for name, value in _YARN.items() if getattr(provider, name) is None}

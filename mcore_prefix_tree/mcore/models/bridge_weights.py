@@ -6,7 +6,11 @@ rank of a job ends with the reason.
 
 from __future__ import annotations
 
+import copy
+import logging
 import re
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from fnmatch import fnmatch
 from typing import Any, cast
 
@@ -21,33 +25,61 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _DEPTHS = re.compile(r"(model\.)?mtp(_layers)?\.")
 # What a depth has a copy of, by the end of the copy's name: Megatron-Core's depths share it with the model.
-_COPIES = {".embed_tokens.weight": "model.embed_tokens.weight", ".shared_head.head.weight": LM_HEAD}
+_EMBEDDINGS = "model.embed_tokens.weight"
+_COPIES = {".embed_tokens.weight": _EMBEDDINGS, ".shared_head.head.weight": LM_HEAD}
+# Rows of two weights that are compared at a time, in place of both weights.
+_ROWS = 4096
 # Buffers that older releases of transformers wrote; they follow from the configuration.
 _BUFFER = "rotary_emb.inv_freq"
 
 
-def check_shapes(folder: HuggingFaceFolder, config: Any) -> None:
-    """Check the shapes of a folder's weights against transformers' model of its configuration; raise RecipeError.
+def check_weights(folder: HuggingFaceFolder, config: Any, read: set[str], replaced: set[str]) -> None:
+    """Check that transformers' model of a folder has the weights ``read`` and no other; raise RecipeError.
 
-    Every rank checks all weights. While they load, only the first of tensor-parallel ranks would notice. Weights that
-    transformers keeps under other names, for example those of experts, are not checked.
+    ``config`` is transformers' for the compared family; ``replaced`` are weights of it that the model lacks. Every rank
+    checks all weights. While they load, only the first of tensor-parallel ranks would notice another shape.
     """
-    from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
+    built = {name for name in folder.files if not is_untrained(folder, name, has_depths=False)}
+    taken, report = _taken(folder, config, read & built)
+    found = f"model.hf={folder.path}: its weights do not fit its config.json:"
+    for name, shape, expected in sorted(report["mismatched_keys"]):
+        raise RecipeError(f"{found} '{name}' has shape {list(shape)} instead of {list(expected)}")
+    for name in sorted(report["unexpected_keys"]):
+        raise RecipeError(f"{found} transformers' model does not read '{name}', and Megatron-Bridge's does")
+    others = _taken(folder, config, folder.files.keys() - read)[0] - replaced
+    for name in sorted(others & taken if folder.names else others):
+        raise RecipeError(f"{found} transformers' model reads '{name}' from a weight that Megatron-Bridge's does not")
+    for name in () if folder.names else sorted(report["missing_keys"] - replaced):
+        raise RecipeError(f"model.hf={folder.path} lacks '{name}' of transformers' model; download it again")
 
-    # Under the emulation of a GPU a device context does not reach torch's factories.
-    with init_empty_weights():
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    for name, weight in model.state_dict().items():
-        stored = folder.names.get(name, name)
-        if stored not in folder.shapes:
-            stored = stored.replace("model.", "backbone.", 1)  # Nemotron-H's files have another name than its class
-        found, expected = list(folder.shapes.get(stored, weight.shape)), list(weight.shape)
-        if found != expected:
-            raise RecipeError(
-                f"model.hf={folder.path}: its weights do not fit its config.json: '{name}' has shape {found} instead "
-                f"of {expected}"
-            )
+
+def _taken(folder: HuggingFaceFolder, config: Any, names: Collection[str]) -> tuple[set[str], dict[str, Any]]:
+    """Return the weights of transformers' model that it takes from some of a folder's, and its report."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig
+    from transformers.utils import logging as printed
+
+    kinds = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if folder.names else MODEL_FOR_CAUSAL_LM_MAPPING
+    whole = AutoConfig.from_pretrained(folder.path, trust_remote_code=False) if folder.names else config
+    before, shows_progress = logging.root.manager.disable, printed.is_progress_bar_enabled()
+    logging.disable(logging.WARNING)  # it prints its report
+    printed.disable_progress_bar()
+    try:
+        model, report = kinds[type(whole)].from_pretrained(
+            None,
+            config=copy.deepcopy(whole),  # it is given a name
+            state_dict={name: torch.empty(list(folder.shapes[name]), device="meta") for name in names},
+            device_map="meta",
+            dtype=torch.float32,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    except Exception as error:
+        raise RecipeError(f"model.hf={folder.path}: its weights do not fit its config.json: {error}") from error
+    finally:
+        logging.disable(before)
+        if shows_progress:
+            printed.enable_progress_bar()
+    return model.state_dict().keys() - report["missing_keys"], report
 
 
 class KeepsFailure:
@@ -92,37 +124,49 @@ class TextWeights:
         return {name: found[self._names[name]] for name in names}
 
 
-def unread_weights(folder: HuggingFaceFolder, has_depths: bool) -> set[str]:
-    """Return the names of unused weights: those of depths that are not built, copies in others, and derived ones."""
-    tied = {folder.names.get(LM_HEAD, LM_HEAD)} if folder.config.get("tie_word_embeddings") else set()
+def unread_weights(folder: HuggingFaceFolder, copies: Collection[str], has_depths: bool) -> set[str]:
+    """Return the names of unused weights: those of depths that are not built, copies of others, and derived ones."""
     head = {SCORE} if folder.has_scalar_head else set()
-    copies = copies_in_depths(folder).keys() if has_depths else set()
-    return tied | head | copies | {name for name in folder.files if is_untrained(folder, name, has_depths)}
+    return {*copies, *head, *(name for name in folder.files if is_untrained(folder, name, has_depths))}
 
 
-def copies_in_depths(folder: HuggingFaceFolder) -> dict[str, str]:
-    """Return the names of weights that depths repeat, and the names of the model's own."""
-    return {
-        name: own if own in folder.files else _COPIES[".embed_tokens.weight"]
+def copies_in(folder: HuggingFaceFolder, config: Any, has_depths: bool) -> dict[str, str]:
+    """Return the names of weights that repeat others, and of these: of a tied output layer, and of depths."""
+    head, embeddings = (folder.names.get(name, name) for name in (LM_HEAD, _EMBEDDINGS))
+    is_tied = getattr(config, "tie_word_embeddings", False) and {head, embeddings} <= folder.files.keys()
+    found = {head: embeddings} if is_tied else {}
+    if not has_depths:
+        return found
+    return found | {
+        name: own if own in folder.files.keys() - found.keys() else _EMBEDDINGS
         for name in folder.files
         for end, own in _COPIES.items()
         if name.endswith(end) and _is_deeper(folder, name)
     }
 
 
-def check_copies(folder: HuggingFaceFolder) -> None:
-    """Reject a depth with another embedding or output layer than the model, which Megatron-Core's depths share."""
+def check_copies(folder: HuggingFaceFolder, copies: Mapping[str, str]) -> None:
+    """Reject a copy that differs, of a weight that the model has once, as RecipeError."""
     from safetensors import safe_open
 
-    for pair in copies_in_depths(folder).items():
-        weights = []
-        for name in pair:
-            with safe_open(folder.path / folder.files[name], "pt") as opened:
-                weights.append(opened.get_tensor(name))
-        if not torch.equal(*weights):
+    for pair in copies.items():
+        with ExitStack() as stack:
+            opened = [stack.enter_context(safe_open(folder.path / folder.files[name], "pt")) for name in pair]
+            own, other = (file.get_slice(name) for file, name in zip(opened, pair, strict=True))
+            is_same = own.get_shape() == other.get_shape() and all(
+                torch.equal(*(one[at : at + _ROWS].double() for one in (own, other)))
+                for at in range(0, own.get_shape()[0], _ROWS)
+            )
+        if not is_same:
+            is_depth = _is_deeper(folder, pair[0])
             raise RecipeError(
-                f"model.hf={folder.path}: '{pair[0]}' differs from '{pair[1]}', which Megatron-Core's depths of "
-                "multi-token prediction share; remove model.transformer.mtp_num_layers"
+                f"model.hf={folder.path}: '{pair[0]}' differs from '{pair[1]}', "
+                + (
+                    "which Megatron-Core's depths of multi-token prediction share; remove "
+                    "model.transformer.mtp_num_layers"
+                    if is_depth
+                    else "and transformers ties only equal ones; set tie_word_embeddings to false in config.json"
+                )
             )
 
 

@@ -69,6 +69,8 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: 
         config = kind(**(fixed | defaults_of_run(parallel) | settings))
     except Exception as error:  # a division by zero, too
         raise RecipeError(f"megatron-core refuses this model or parallel layout: {error}") from error
+    # No field of Megatron's, which gives it to the model alone. Which rows of routes are read depends on it.
+    config.hybrid_layer_pattern = model.hybrid_layer_pattern
     if model.yarn is not None:
         # No fields: GPTModel looks for attributes, as Megatron-LM's arguments leave them.
         for name, value in vars(model.yarn).items():

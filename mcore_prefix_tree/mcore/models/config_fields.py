@@ -17,8 +17,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from mcore_prefix_tree.cpu.specs import cpu_spec, exchanged, interleaving
-from mcore_prefix_tree.mcore import compat
-from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL, NEEDS_NEWER, check_pattern
+from mcore_prefix_tree.mcore.release import HAS_HYBRID_MODEL
+from mcore_prefix_tree.mcore.seam.hybrid_layers import NEEDS_NEWER, check_pattern
 from mcore_prefix_tree.mcore.seam.layer_specs import stock_block_spec, with_prefix_tree
 from mcore_prefix_tree.plan.model_shape import PIPE
 from mcore_prefix_tree.settings import Dtype, ModelConfig, ParallelConfig, RecipeError
@@ -76,7 +76,7 @@ def typed_settings(model: ModelConfig, kind: type) -> dict[str, Any]:
     unknown = sorted(set(model.transformer) - known)
     if unknown:
         raise RecipeError(f"model.transformer.{unknown[0]}: megatron-core's {kind.__name__} has no such field")
-    hints = get_type_hints(kind)
+    hints = get_type_hints(kind) | {"q_lora_rank": int | None}  # Megatron's layers take None, its hint does not
     return {name: _typed(name, value, hints[name]) for name, value in model.transformer.items()}
 
 
@@ -108,12 +108,8 @@ def check_not_decided(model: ModelConfig, fixed: Container[str]) -> None:
 def check_experts(count: int | None, parallel: ParallelConfig) -> None:
     """Reject a layout in which ranks cannot share a layer's ``count`` experts, None without any."""
     ranks = parallel.expert_model_parallel_size
-    if ranks == 1:
+    if ranks == 1 or count is None:  # which megatron-core rejects
         return
-    if count is None:
-        raise RecipeError(
-            f"parallel.expert_model_parallel_size={ranks}, but the model has no experts to share; remove it"
-        )
     if count % ranks:
         raise RecipeError(
             f"parallel.expert_model_parallel_size={ranks} ranks cannot share {count} experts evenly; change it"
@@ -224,7 +220,6 @@ def local_stack(config: Any) -> Any:
 
 def engine_layers(given: Any, config: Any, vp_stage: int | None = None) -> Any:
     """Return the layer spec ``given``, or made by it; the norms behind its linear layers have the model's epsilon."""
-    compat.check(compat.TRANSFORMER_ENGINE)
     from megatron.bridge.models.common.te_layers import TERowParallelLinearLayerNorm as Given
 
     if not isinstance(given, ModuleSpec | TransformerBlockSubmodules):

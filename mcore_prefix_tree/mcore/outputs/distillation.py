@@ -90,15 +90,12 @@ class ChunkLesson:
     """Predictions of a teacher with another tokenizer for a micro-batch's chunks.
 
     Attributes:
-        taught_by: hidden states of the teacher, or of each of several whose logits are averaged; empty if the samples
-            bring the teacher's rows.
-        mix: factor on the logits of each of them.
+        taught_by: hidden states of the teacher; None if the samples bring the teacher's rows.
         number: index of the teacher among the objective's.
         factor: factor on the weighted sum of the terms.
     """
 
-    taught_by: tuple[TeacherHidden, ...]
-    mix: tuple[float, ...]
+    taught_by: TeacherHidden | None
     terms: ChunkTerms
     vocabularies: Vocabularies
     number: int
@@ -135,7 +132,7 @@ class ChunkLosses(VocabularyReadout[LossOutput]):
             gradient = gradient + of_teacher
             values.append(found)
         if self.objective.settings.reads_ce:
-            edge_weight = -self.objective.ce_weight * rows.token_weight
+            edge_weight = -self.objective.settings.ce_weight * rows.token_weight
             own = hidden[: len(batch.edges.row)]
             total, logprob = head_weighted_sum(own, weight, head, edge_weight=edge_weight)
             gradient = gradient + (total - total.detach())
@@ -153,17 +150,11 @@ class ChunkLosses(VocabularyReadout[LossOutput]):
 
 
 def _logits(lesson: ChunkLesson, taught: TaughtChunks) -> TeacherLogits:
-    """Return the logits of the lesson's teacher, or the weighted sum of those of several."""
+    """Return the logits of the lesson's teacher."""
     if taught.known is not None:
         return taught.known.logits(lesson.vocabularies.teacher)
-    each = [teacher_logits(one.hidden, one.weight, one.head, taught.blocks) for one in lesson.taught_by]
-
-    def logits(rows: torch.Tensor) -> torch.Tensor:
-        """Return the weighted sum of the teachers' logits, ``[rows, Vl]``, at ``rows`` int64 ``[rows]``."""
-        first, *others = (share * of(rows) for share, of in zip(lesson.mix, each, strict=True))
-        return sum(others, start=first)
-
-    return each[0] if lesson.mix == (1.0,) else logits
+    assert lesson.taught_by is not None, "a teacher without rows has a model"
+    return teacher_logits(lesson.taught_by.hidden, lesson.taught_by.weight, lesson.taught_by.head, taught.blocks)
 
 
 def chunk_rows(batch: MicroBatch) -> ChunkRows:

@@ -109,6 +109,23 @@ def expand_hidden(hidden: torch.Tensor, rows: FoldedRows, model: Any) -> torch.T
     return split_tokens(expand(gather_tokens(hidden, model), rows, dim=0), model)
 
 
+def without_padding(output: torch.Tensor, rows: PackedRows, labels: torch.Tensor | None, model: Any) -> torch.Tensor:
+    """Return a stock answer, ``[1, T, ...]`` or hidden states ``[T, 1, h]``, with 0 where folding answers 0.
+
+    That is at padding, and as the loss of labels outside the vocabulary.
+    """
+    kept = np.zeros(rows.size, dtype=bool)
+    kept[rows.position] = True
+    keep = upload(kept, rows.device)
+    if model.post_process and labels is not None:
+        return torch.where(keep & (labels >= 0) & (labels < unpadded_vocab_size(model)), output, 0)
+    if kept.all():
+        return output
+    if model.post_process:
+        return torch.where(keep[None, :, None], output, 0)
+    return torch.where(split_tokens(keep[:, None, None], model), output, 0)
+
+
 def for_rows(
     processor: Callable[..., Any], call: Mapping[str, Any], rows: FoldedRows, model: Any
 ) -> Callable[..., Any]:

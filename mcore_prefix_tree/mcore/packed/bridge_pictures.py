@@ -81,7 +81,7 @@ class _Pictures:
         if pixels is not None:
             same, self.first = compare_pictures(pixels, self.grids)
             self.features = number_features(self.grids.prod(1) // model.square_merge_size, same, self.first)
-        return args, kwargs | {"packed_seq_params": _with(params, picture_features=self.features)}
+        return args, kwargs | {"packed_seq_params": with_own(params, picture_features=self.features)}
 
     def take_different(self, tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replace patches ``[patches, size]`` and grids by those of different pictures, as a pre-hook of the tower."""
@@ -121,10 +121,10 @@ def _number_tokens(
         )
     numbers = torch.full((len(ids),), -1)
     numbers[at] = torch.from_numpy(features)
-    return args, kwargs | {"packed_seq_params": _with(params, picture_tokens=numbers)}
+    return args, kwargs | {"packed_seq_params": with_own(params, picture_tokens=numbers)}
 
 
-def _with(params: Any, **own: Any) -> Any:
+def with_own(params: Any, **own: Any) -> Any:
     """Return a copy of packed rows' parameters, of whichever class, with further attributes."""
     found = copy(params)
     vars(found).update(own)

@@ -6,12 +6,16 @@ import inspect
 from functools import cache
 from typing import Any, cast
 
+import numpy as np
+import torch
+import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from mcore_prefix_tree.mcore.packed.answers import RowLogprobs
 from mcore_prefix_tree.mcore.packed.bridge_pictures import takes_deepstack
+from mcore_prefix_tree.mcore.release import HAS_HYBRID_MODEL
 from mcore_prefix_tree.mcore.seam.all_tokens import count_splits
-from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL
 from mcore_prefix_tree.mcore.seam.validation import check_interleaving, check_model
 
 _MODELS: tuple[type[Any], ...] = (GPTModel,)
@@ -118,3 +122,28 @@ def check_foldable(model: Any) -> None:
             "moe_enable_routing_replay=True: rows that share a token may have recorded different routes for it; set "
             "moe_enable_routing_replay=False, and give routes in RoutedPackedSeqParams(routed_experts=...)"
         )
+
+
+def packs_exactly(model: Any, *, has_states: bool) -> bool:
+    """Return whether upstream computes packed rows as each row by itself, on all pipeline stages, which all ask.
+
+    Megatron's local attention takes none. Upstream's recurrent layers run a state from a row into the next one unless
+    a trainer numbers the rows, and multi-token prediction takes targets from padding. Losses of routers and indexers,
+    and counts of experts, are those of all rows together, with padding. Pictures need the numbers of their tokens.
+    """
+    config = model.config
+    if has_states or config.mtp_num_layers or model.position_embedding_type == "mrope":
+        return False
+    of_experts = (
+        config.moe_router_load_balancing_type != "none" and np.any(config.moe_aux_loss_coeff),
+        config.moe_z_loss_coeff,
+        config.moe_router_enable_expert_bias,
+    )
+    if getattr(config, "dsa_indexer_loss_coeff", None) or (config.num_moe_experts is not None and any(of_experts)):
+        return False
+    is_local = any(isinstance(module, DotProductAttention) for module in model.modules())
+    if model.pp_group.size() > 1:  # a stage may have no attention
+        found = torch.tensor(int(is_local), device=torch.cuda.current_device())
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=model.pp_group)
+        is_local = bool(found)
+    return not is_local

@@ -1,4 +1,4 @@
-"""The first micro-batch twice: folded, and each row by itself through the same weights with the tree switched off.
+"""A micro-batch twice: as it runs, folded or packed, and each row by itself through the same weights without a tree.
 
 Both runs are in the mode that the model is in. In training mode a model that draws random numbers fails.
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from mcore_prefix_tree.mcore.engine.random_draws import (
 )
 from mcore_prefix_tree.mcore.packed.answers import expand
 from mcore_prefix_tree.mcore.packed.decoder_in_parts import most_of_experts, recomputation, recomputed_modules
-from mcore_prefix_tree.mcore.packed.packed_rows import FoldedRows
+from mcore_prefix_tree.mcore.packed.packed_rows import FoldedRows, PackedRows
 from mcore_prefix_tree.mcore.seam.all_tokens import gather_tokens, padding_multiple, split_tokens
 from mcore_prefix_tree.mcore.seam.experts import balancing_by_sample, replaying
 from mcore_prefix_tree.mcore.seam.vocab_size import unpadded_vocab_size
@@ -38,8 +38,12 @@ TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 2e-2, torc
 _LEAST_SHARE = 1e-3
 
 
+# Makes the arguments of a micro-batch, folded or packed, from the trainer's.
+Arguments: TypeAlias = Callable[[dict[str, Any]], dict[str, Any]]
+
+
 class FoldCheckError(RuntimeError):
-    """The folded first micro-batch differs from the stock model's. The message says where and by how much."""
+    """A first micro-batch differs from its rows by themselves. The message says where, which way and by how much."""
 
 
 def check_comparable(model: Any) -> None:
@@ -58,15 +62,13 @@ def check_comparable(model: Any) -> None:
     raise NotImplementedError(f"check_first does not support {setting}; change one")
 
 
-def compare(
-    model: Any, rows: FoldedRows, call: dict[str, Any], folded: Callable[[dict[str, Any]], dict[str, Any]]
-) -> None:
-    """Compare a stage's answers and gradients, folded and row by row.
+def compare(model: Any, rows: PackedRows, call: dict[str, Any], arguments: Arguments) -> None:
+    """Compare a stage's answers and gradients, of the micro-batch as it runs and row by row.
 
     It compares logits, or losses if ``labels`` are given, or hidden states on stages without a head. It takes the time
     of the rows one after another and memory for two more sets of gradients. Generators and buffers are restored; FP8 is
     off meanwhile.
-    ``folded`` makes the arguments of the folded micro-batch from ``call``, the trainer's.
+    ``rows`` are folded or not, and ``arguments`` makes those of the micro-batch from ``call``, the trainer's.
 
     Raises:
         FoldCheckError: a row or parameter differs by more than :data:`TOLERANCE`, and the first is named; or the model
@@ -76,23 +78,38 @@ def compare(
     call = {name: value for name, value in call.items() if not name.startswith("output_processor")}
     if call.get("labels") is not None:
         call["labels"] = call["labels"].clamp(0, unpadded_vocab_size(model) - 1)  # others have no loss
-    lengths = rows.layout.cu_sample_lens[1:] - rows.layout.cu_sample_lens[:-1]
-    spans = list(zip(rows.start.tolist(), lengths.tolist(), strict=True))
+    spans = list(zip(rows.start.tolist(), rows.length.tolist(), strict=True))
+    way, advice = "folded", "do not train with folding, and report this"
+    if not isinstance(rows, FoldedRows):
+        way = f"packed and not folded (fold ratio {rows.fold_ratio:.2f})"
+        advice = "set least_fold_ratio=0, which folds every micro-batch, and report this"
     stock: dict[str, torch.Tensor] = {}
+
+    def check(what: str, value: torch.Tensor, reference: torch.Tensor, floor: float = 0.0) -> None:
+        """Reject a value that differs from its reference, of the same shape, by more than ``limit`` of the norm."""
+        reference = reference.detach().double()
+        scale = max(float(reference.norm()), floor) or 1.0
+        error = float((value.detach().double() - reference).norm()) / scale
+        if not error <= limit:
+            raise FoldCheckError(
+                f"check_first: {what} differs from the stock model by {error:.1e} of its norm, and {limit:.0e} is "
+                f"allowed; the micro-batch is {way}, and the stock model runs each row by itself; {advice}"
+            )
+
     with _undisturbed(model) as sent:
         if model.training:
             with torch.no_grad():
-                reason = why_not_the_same(lambda: _folded(model, rows, folded(call)))
+                reason = why_not_the_same(lambda: _together(model, rows, arguments(call)))
             if reason is not None:
                 raise FoldCheckError(f"check_first: {reason}")
-        answers = _folded(model, rows, folded(call))
+        answers = _together(model, rows, arguments(call))
         gradients = _gradients(model, sent, answers)
         for index in range(most_of_experts(model, len(spans))):
             start, length = spans[index] if index < len(spans) else (0, 1)
             answer = _alone(model, rows, call, sent, start, length)
             parts = _gradients(model, sent, answer)
             if index < len(spans):
-                _check(f"row {index} differs", answers[start : start + length], answer, limit)
+                check(f"row {index}", answers[start : start + length], answer)
                 stock = {name: stock[name] + part if name in stock else part for name, part in parts.items()}
     parameters = dict(model.named_parameters())
     floor = _LEAST_SHARE * float(sum(grad.double().square().sum() for grad in stock.values())) ** 0.5
@@ -101,16 +118,17 @@ def compare(
             # A rank has the gradient of its own tokens, which change with folding.
             dist.all_reduce(gradients[name], group=model.tp_group)
             dist.all_reduce(expected, group=model.tp_group)
-        _check(f"the gradient of {name} differs", gradients[name], expected, limit, floor)
+        check(f"the gradient of {name}", gradients[name], expected, floor)
 
 
-def _folded(model: Any, rows: FoldedRows, arguments: dict[str, Any]) -> torch.Tensor:
-    """Return the folded model's answers for the packed micro-batch, ``[T, ...]``."""
-    output = model.forward(**arguments)
+def _together(model: Any, rows: PackedRows, arguments: dict[str, Any]) -> torch.Tensor:
+    """Return the model's answers for the packed micro-batch, ``[T, ...]``."""
+    output: torch.Tensor = model.forward(**arguments)
     if model.post_process:
         answers: torch.Tensor = arguments["packed_seq_params"].finish(output)[0]
         return answers
-    return expand(gather_tokens(output, model), rows, dim=0)
+    output = gather_tokens(output, model)
+    return expand(output, rows, dim=0) if isinstance(rows, FoldedRows) else output
 
 
 @contextmanager
@@ -132,13 +150,14 @@ def _undisturbed(model: Any) -> Iterator[torch.Tensor | None]:
 
 
 def _alone(
-    model: Any, rows: FoldedRows, call: dict[str, Any], sent: torch.Tensor | None, start: int, length: int
+    model: Any, rows: PackedRows, call: dict[str, Any], sent: torch.Tensor | None, start: int, length: int
 ) -> torch.Tensor:
     """Return the stock model's answer for one row, ``[n, ...]``."""
     padding = -length % padding_multiple(model)
     if sent is not None:
-        place = rows.place[start : start + length].clamp(max=rows.layout.padded_size - 1)
-        row = F.pad(gather_tokens(sent, model).index_select(0, place), (0, 0, 0, 0, 0, padding))
+        every = gather_tokens(sent, model)
+        place = rows.place[start : start + length].clamp(max=len(every) - 1)  # of no rows there is padding
+        row = F.pad(every.index_select(0, place), (0, 0, 0, 0, 0, padding))
         model.set_input_tensor(split_tokens(row, model))
     given = {
         name: F.pad(value.to(rows.device)[:, start : start + length], (0, padding))
@@ -147,7 +166,8 @@ def _alone(
     }
     positions = torch.arange(length + padding, device=rows.device).unsqueeze(0)
     routes = None
-    if rows.layout.routes is not None:  # of the folded tokens: a row's last token takes that of a row that continues
+    if isinstance(rows, FoldedRows) and rows.layout.routes is not None:
+        # Of the folded tokens: a row's last token takes that of a row that continues.
         of_row = upload(rows.layout.routes, rows.device).index_select(0, rows.place[start : start + length])
         routes = F.pad(of_row, (0, 0, 0, 0, 0, padding), value=-1)
     with replaying(model, routes):
@@ -168,15 +188,3 @@ def _gradients(model: Any, sent: torch.Tensor | None, answers: torch.Tensor) -> 
     return {
         name: grad.to(torch.promote_types(grad.dtype, torch.float32)) for name, grad in zip(wanted, found, strict=True)
     }
-
-
-def _check(what: str, value: torch.Tensor, reference: torch.Tensor, limit: float, floor: float = 0.0) -> None:
-    """Reject a value that differs from its reference, of the same shape, by more than ``limit`` of the norm."""
-    reference = reference.detach().double()
-    scale = max(float(reference.norm()), floor) or 1.0
-    error = float((value.detach().double() - reference).norm()) / scale
-    if not error <= limit:
-        raise FoldCheckError(
-            f"check_first: {what} from the stock model by {error:.1e} of its norm, and {limit:.0e} is allowed; do not "
-            "train with folding, and report this"
-        )

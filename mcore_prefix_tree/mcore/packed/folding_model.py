@@ -13,24 +13,30 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import ColumnParallelLinear
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from mcore_prefix_tree.attention.api import AUTO, check_case, check_setting
 from mcore_prefix_tree.attention.auto import TreeShape, choose
 from mcore_prefix_tree.mcore.engine.backend import attention_case
-from mcore_prefix_tree.mcore.packed.answers import RowLogprobs, expand, expand_hidden, for_rows, loss_of_logits
-from mcore_prefix_tree.mcore.packed.bridge_pictures import is_with_tower, number_pictures, take_deepstack
-from mcore_prefix_tree.mcore.packed.call_checks import call_arguments, check_call, check_foldable
-from mcore_prefix_tree.mcore.packed.decoder_in_parts import cut_decoder, run_in_parts
-from mcore_prefix_tree.mcore.packed.fold_check import check_comparable, compare
+from mcore_prefix_tree.mcore.packed.answers import (
+    RowLogprobs,
+    expand,
+    expand_hidden,
+    for_rows,
+    loss_of_logits,
+    without_padding,
+)
+from mcore_prefix_tree.mcore.packed.bridge_pictures import is_with_tower, number_pictures, take_deepstack, with_own
+from mcore_prefix_tree.mcore.packed.call_checks import call_arguments, check_call, check_foldable, packs_exactly
+from mcore_prefix_tree.mcore.packed.decoder_in_parts import cut_decoder, most_of_experts, run_in_parts
+from mcore_prefix_tree.mcore.packed.fold_check import Arguments, check_comparable, compare
 from mcore_prefix_tree.mcore.packed.packed_rows import (
     FoldedRows,
     FoldReport,
     PackedRows,
-    RowsPackedSeqParams,
     count_model_flops,
     read_rows,
     take_tokens,
@@ -42,11 +48,11 @@ from mcore_prefix_tree.mcore.seam.multi_token import with_multi_token
 from mcore_prefix_tree.mcore.seam.output_layer import EdgeHeadMixin, request_arguments, with_edge_head
 from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams
 from mcore_prefix_tree.mcore.seam.routes import check_routes
-from mcore_prefix_tree.mcore.seam.tree_layers import follow_trees
+from mcore_prefix_tree.mcore.seam.tree_layers import check_follows, follow_trees
 from mcore_prefix_tree.mcore.seam.validation import check_draws, check_positions
 from mcore_prefix_tree.mcore.seam.vocab_size import with_vocab_size
 from mcore_prefix_tree.utils.errors import spelled
-from mcore_prefix_tree.utils.upload import moved
+from mcore_prefix_tree.utils.upload import moved, upload
 
 logger = logging.getLogger(__name__)
 
@@ -66,12 +72,12 @@ class Inside:
             the first micro-batch.
         fused_head: whether to score ``labels`` of rows that share tokens a chunk of logits at a time; False makes the
             logits of all unique tokens.
-        least_fold_ratio: fold ratio up to which micro-batches go through the stock model as they are, if its attention
-            takes packed rows. A common first token is no gain.
+        least_fold_ratio: fold ratio up to which micro-batches go through the stock model as they are, if it computes
+            packed rows exactly; see :func:`packs_exactly`. A common first token is no gain.
         max_tokens: most unique tokens whose activations exist at a time. A larger micro-batch runs in parts, and all
             but the last of them again in backward, without the model's own recomputation; None runs all at once.
-        check_first: whether to compare the first micro-batch with the stock model, in training mode and in evaluation
-            mode; see :func:`compare`.
+        check_first: whether to compare the first micro-batch that folds, and the first that does not, with its rows by
+            themselves, in training mode and in evaluation mode; see :func:`compare`.
         vocab_size: number of tokens of the vocabulary; the columns of the output layer from this id on are padding, and
             get no probability. None takes the ``vocab_size`` of a model's Megatron-Bridge provider, and otherwise no
             padding.
@@ -123,10 +129,9 @@ class Folding:
         self._log_every = settings.log_every if is_first and not model.vp_stage else 0
         self._settings = settings
         self._backend: str | None = None
-        self._unchecked = {True, False} if settings.check_first else set()  # modes: training or not
+        self._checked: set[tuple[bool, bool]] = set()  # whether it trained, and folded
         self._work = count_model_flops(model)
-        # Megatron's local attention takes no packed rows.
-        self._always_folds = any(isinstance(module, DotProductAttention) for module in model.modules())
+        self._packs_exactly = packs_exactly(model, has_states=self._work.state_layers > 0)
 
     def report(self, *, training_only: bool = False) -> FoldReport | None:
         """Return the report of the micro-batches since the last call, None without any. Call it once per step.
@@ -164,37 +169,39 @@ class Folding:
         check_positions(model, int(rows.length.max(initial=1)))
         # Stock layers fail on no tokens; the folded micro-batch of no rows has one of padding.
         cuts = self._may_cut(model, rows)
-        folds = (
-            self._always_folds
+        folds = bool(
+            not self._packs_exactly
             or rows.routes is not None  # stock layers would not take them
-            or rows.spatial is not None  # nor numbers of pictures' tokens
-            or (model.config.mtp_num_layers and isinstance(call.get("output_processor"), RowLogprobs))  # reads logits
+            or rows.tail
             or not rows.logical_tokens
             or cuts
             or rows.fold_ratio > self._settings.least_fold_ratio
         )
-        to_check = model.training in self._unchecked
-        if folds or to_check:
-            check_draws(model)
-            folded = rows.fold(pad_to_multiple_of=padding_multiple(model))
-        if to_check:
-            compare(model, folded, call, partial(self._folded, model, folded))
-            # Without rows nothing was compared; but ranks that share experts have to check the same micro-batches.
-            if rows.logical_tokens or model.config.expert_model_parallel_size > 1:
-                self._unchecked.remove(model.training)
+        arguments: Arguments = partial(self._left_alone, model, rows)
         if folds:
-            arguments = self._folded(model, folded, call)
-            return (), self._cut(model, folded, arguments) if cuts else arguments
-        self._record(FoldReport.of_stock(rows.length, self._work))
-        return (), _left_alone(model, rows, call)
+            check_follows(model)
+            check_draws(model)
+            rows = folded = rows.fold(pad_to_multiple_of=padding_multiple(model))
+            arguments = partial(self._folded, model, folded)
+        if self._settings.check_first:
+            self._check(model, rows, call, arguments)
+        return (), self._cut(model, folded, arguments(call)) if cuts else arguments(call)
+
+    def _check(self, model: Any, rows: PackedRows, call: dict[str, Any], arguments: Arguments) -> None:
+        """Compare the first micro-batch of each mode that goes this way; ranks that share experts compare together."""
+        way = model.training, isinstance(rows, FoldedRows)
+        if most_of_experts(model, int(way not in self._checked)):
+            compare(model, rows, call, arguments)
+            # Without rows nothing was compared; but other ranks need not wait for some.
+            if rows.logical_tokens or model.config.expert_model_parallel_size > 1:
+                self._checked.add(way)
 
     def after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Return the answer for the rows, as torch's forward hook."""
-        params = kwargs.get("packed_seq_params")
-        if not isinstance(params, RowsPackedSeqParams):
+        params: Any = kwargs.get("packed_seq_params")
+        if getattr(params, "report", None) is None:
             return None
         answer = params.finish(output)
-        assert params.report is not None
         copied = 0 if answer is output else max(0, answer.nbytes - output.nbytes)
         self._record(replace(params.report, expanded_bytes=copied))
         return answer
@@ -222,6 +229,27 @@ class Folding:
         folded["packed_seq_params"] = with_depths(model, rows, folded["packed_seq_params"], call)
         kept = {name: value for name, value in call.items() if name not in _OF_ROWS}
         return kept | folded | take_tokens(model, rows, call) | take_deepstack(model, rows, call) | asked
+
+    def _left_alone(self, model: Any, rows: PackedRows, call: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of the stock call, on the device, with those that only upstream reads."""
+        names = ("input_ids", "position_ids", "labels", "packed_seq_params")
+        call = call | {name: moved(call[name], rows.device) for name in names if name in call}
+        params, longest = call["packed_seq_params"], int(np.diff(rows.start, append=rows.size).max())
+        needed = {"cu_seqlens_kv": params.cu_seqlens_q, "cu_seqlens_kv_padded": params.cu_seqlens_q_padded}
+        needed |= {"max_seqlen_q": longest, "max_seqlen_kv": longest}
+        missing = {name: value for name, value in needed.items() if getattr(params, name) is None}
+        if call.get("position_ids") is None and model.position_embedding_type == "learned_absolute":
+            within = np.zeros(rows.size, dtype=np.int64)
+            within[rows.position] = rows.position - np.repeat(rows.start, rows.length)
+            call["position_ids"] = upload(within, rows.device).unsqueeze(0)
+        finish: Callable[[Any], Any] = _same
+        if isinstance(call.get("output_processor"), RowLogprobs):
+            logprobs = call.pop("output_processor")
+            call |= {"labels": None} | _requested(model, logprobs, rows) if model.post_process else {}
+        elif _answers(model) and call.get("output_processor") is None:
+            finish = partial(without_padding, rows=rows, labels=call.get("labels"), model=model)
+        report = FoldReport.of_stock(rows.length, self._work)
+        return call | {"packed_seq_params": with_own(params, finish=finish, report=report, **missing)}
 
     def _may_cut(self, model: Any, rows: PackedRows) -> bool:
         """Return whether this rank, or one that shares experts with it, may run the rows in parts."""
@@ -255,7 +283,7 @@ def _asked(
 ) -> tuple[dict[str, Any], Callable[[Any], Any], int | None]:
     """Return the last stage's arguments, the function of its output, and the number of positions its head computes."""
     if not model.post_process:
-        return {}, partial(expand_hidden, rows=rows, model=model) if _is_last(model) else _same, None
+        return {}, partial(expand_hidden, rows=rows, model=model) if _answers(model) else _same, None
     processor, labels = call.get("output_processor"), call.get("labels")
     if isinstance(processor, RowLogprobs):
         return _requested(model, processor, rows), _same, None
@@ -280,17 +308,7 @@ def _same(output: Any) -> Any:
     return output
 
 
-def _left_alone(model: Any, rows: PackedRows, call: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the stock call, on the device."""
-    names = ("input_ids", "position_ids", "labels", "packed_seq_params")
-    call = call | {name: moved(call[name], rows.device) for name in names if name in call}
-    if isinstance(call.get("output_processor"), RowLogprobs):
-        logprobs = call.pop("output_processor")
-        call |= {"labels": None} | _requested(model, logprobs, rows) if model.post_process else {}
-    return call
-
-
-def _is_last(model: Any) -> bool:
+def _answers(model: Any) -> bool:
     """Return whether no other pipeline stage reads the output of this chunk."""
     last_chunk = model.vp_stage is None or model.vp_stage == model.vp_size - 1
     return bool(last_chunk and model.pp_group.rank() == model.pp_group.size() - 1)

@@ -145,11 +145,18 @@ def count_model_flops(model: Any) -> ModelWork:
 class PackedRows(HostRows):
     """The rows of a packed micro-batch, on the host, without empty ones; ``device`` is that of the model.
 
+    ``tail`` is the number of tokens behind the last slot, which upstream's rotary embedding does not take.
     ``spatial`` are positions of M-RoPE from each row's first token, int64 ``[3, T]``, which ids number too, or None.
     """
 
     device: torch.device
+    tail: int = 0
     spatial: Int64Array | None = None
+
+    @property
+    def place(self) -> torch.Tensor:
+        """Token of the stage that answers for each position, int64 tensor ``[T]``."""
+        return torch.arange(self.size, device=self.device)
 
     def fold(self, *, pad_to_multiple_of: int) -> FoldedRows:
         """Fold the rows; raise ValueError for a token id that is negative or does not fit into 32 bits."""
@@ -164,7 +171,7 @@ class FoldedRows(PackedRows):
     layout: FlatLayout
 
     @cached_property
-    def place(self) -> torch.Tensor:
+    def place(self) -> torch.Tensor:  # type: ignore[override]
         """Folded token that answers for each position, int64 tensor ``[T]``; P for padding."""
         return upload(self.places_in(self.layout), self.device)
 
@@ -270,7 +277,8 @@ def read_rows(
                 f"not {list(routes.shape)}"
             )
         routes = routes.cpu().numpy()
-    rows = PackedRows(ids=ids, row=row, start=slots[row], length=length[row], device=device, routes=routes)
+    tail = len(ids) - int(slots[-1])
+    rows = PackedRows(ids=ids, row=row, start=slots[row], length=length[row], device=device, routes=routes, tail=tail)
     for checked_ids in positions:
         for number, start, count in zip(row.tolist(), rows.start.tolist(), rows.length.tolist(), strict=True):
             if (checked_ids[start : start + count] != np.arange(count)).any():

@@ -16,7 +16,6 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet, common, gdn
 from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 
-from mcore_prefix_tree.mcore import compat, layer_names
 from mcore_prefix_tree.mcore.seam.core_attention import check_batch_size
 from mcore_prefix_tree.mcore.seam.delta_levels import check_kernels, follow_levels
 from mcore_prefix_tree.mcore.seam.levels import (
@@ -30,7 +29,6 @@ from mcore_prefix_tree.mcore.seam.levels import (
 from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams, get_tree_params
 
 MAKES_ALL_INPUTS = hasattr(GatedDeltaNet, "_compute_gates")
-compat.check(layer_names.DELTA_NET + layer_names.DELTA_NET_INPUTS[MAKES_ALL_INPUTS])
 
 
 def check_packages() -> None:

@@ -33,17 +33,22 @@ from mcore_prefix_tree.utils.upload import upload
 class Multiplicity:
     """Counts of the samples through each token of a micro-batch, which may be a part of a tree.
 
+    Rows of nodes end with one of padding and one of zeros. A sum over a path takes one jump for each power of two of
+    nodes, O(N log depth), where a sum of tokens would cancel in fp32 and a matrix has ``S * N`` entries.
+
     Attributes:
         of_token: fp32 ``[P]``, number of samples through each token; 0 for padding.
         node: int64 ``[P]``, the node of each token; N for padding.
-        paths: fp32 ``[S, N + 1]``, 1 where a node is on the path of a sample.
+        jumps: int64 ``[J, N + 2]``, the ancestor 1, 2, 4, ... nodes above each node; N + 1 above a root.
+        last: int64 ``[S]``, the last node of each sample; N + 1 for a sample that is not here.
         lengths: fp32 ``[S]``, tokens of each sample here, at least 1.
         logical_tokens: tokens of all samples here.
     """
 
     of_token: torch.Tensor
     node: torch.Tensor
-    paths: torch.Tensor
+    jumps: torch.Tensor
+    last: torch.Tensor
     lengths: torch.Tensor
     logical_tokens: int
 
@@ -52,23 +57,38 @@ class Multiplicity:
         """Return the counts of a micro-batch; raise ValueError if its metadata does not name samples."""
         if metadata.sample_node is None:
             raise ValueError("balancing of experts needs the samples of a tree: make it with TreeMetadata.from_layout")
-        samples, nodes, device = len(metadata.sample_node), metadata.num_nodes, metadata.subtree_end.device
-        paths = np.zeros((samples, nodes + 1), dtype=np.float32)
-        rows, node = np.arange(samples), metadata.sample_node.astype(np.int64)
-        while (inside := node >= 0).any():
-            rows, node = rows[inside], node[inside]
-            paths[rows, node] = 1
-            node = metadata.node_parent[node].astype(np.int64)
-        lens = np.diff(metadata.cu_node_lens, append=metadata.padded_size)
-        node_of_token = np.repeat(np.arange(nodes + 1), lens)
-        lengths = paths[:, :nodes] @ lens[:nodes].astype(np.float32)
+        nodes, device = metadata.num_nodes, metadata.subtree_end.device
+        none = nodes + 1
+        jump = np.append(metadata.node_parent.astype(np.int64), [-1, -1])
+        jump[jump < 0] = none
+        jumps = []
+        while (jump != none).any():
+            jumps.append(jump)
+            jump = jump[jump]
+        last = np.where(metadata.sample_node < 0, none, metadata.sample_node).astype(np.int64)
+        lens = np.append(np.diff(metadata.cu_node_lens, append=metadata.padded_size), 0)
+        node_of_token, lengths = np.repeat(np.arange(none + 1), lens), lens
+        through = np.bincount(last, minlength=none + 1)
+        for jump in jumps:
+            lengths = lengths + lengths[jump]
+        for jump in reversed(jumps):
+            through = through + np.bincount(jump, weights=through, minlength=none + 1).astype(np.int64)
+        of_samples = lengths[last]
         return cls(
-            of_token=upload(paths.sum(0)[node_of_token], device),
+            of_token=upload(through[node_of_token].astype(np.float32), device),
             node=upload(node_of_token, device),
-            paths=upload(paths, device),
-            lengths=upload(np.maximum(lengths, 1), device),
-            logical_tokens=int(lengths.sum()),
+            jumps=upload(np.reshape(jumps, (-1, none + 1)).astype(np.int64), device),
+            last=upload(last, device),
+            lengths=upload(np.maximum(of_samples, 1).astype(np.float32), device),
+            logical_tokens=int(of_samples.sum()),
         )
+
+    def sum_by_sample(self, node: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Add up values of tokens, ``[L, E]``, whose nodes are int64 ``[L]``, to ``[S, E]``."""
+        sums = values.new_zeros((self.jumps.shape[1], values.shape[1])).index_add(0, node, values)
+        for jump in self.jumps:
+            sums = sums + sums.index_select(0, jump)
+        return sums.index_select(0, self.last)
 
 
 class TreeRouterMixin(TopKRouter):  # type: ignore[misc]
@@ -82,6 +102,7 @@ class TreeRouterMixin(TopKRouter):  # type: ignore[misc]
     carry: Carry | None = None  # of a part of a tree
     given_routes: torch.Tensor | None = None  # as a tree's, of a batch without one
     recorded: list[torch.Tensor] | None = None  # int64 [L, top-k] of each forward, while experts are recorded
+    is_depth: bool = False  # of multi-token prediction, of which an engine sends no routes
     by_sample: bool = False  # whether losses that compare samples are left out
     # Of the stock router.
     config: Any
@@ -125,6 +146,8 @@ class TreeRouterMixin(TopKRouter):  # type: ignore[misc]
         """Choose the experts for logits ``[L, 1, E]``: those of the samples' routes, where there are any."""
         stock: Callable[..., Any] = super().routing  # type: ignore[misc]
         routes = self.given_routes if self.tree is None else self.tree.routes
+        if self.is_depth:
+            routes = None
         probs, routing_map = (
             stock(logits, *args, **kwargs) if routes is None else self._routed(routes, stock, logits, *args, **kwargs)
         )
@@ -173,9 +196,7 @@ class TreeRouterMixin(TopKRouter):  # type: ignore[misc]
 
     def _sum_by_sample(self, values: torch.Tensor) -> torch.Tensor:
         """Add up values of tokens, ``[L, E]``, to ``[S, E]``."""
-        node, paths = self._local(self._counts.node, values), self._counts.paths
-        of_nodes = values.new_zeros((paths.shape[1], values.shape[1])).index_add(0, node, values)
-        return paths.to(values.dtype) @ of_nodes
+        return self._counts.sum_by_sample(self._local(self._counts.node, values), values)
 
     def _count_by_sample(self, routing_map: torch.Tensor) -> torch.Tensor:
         """Return how often the tokens of each sample, also those of other chunks, chose each expert: ``[S, E]``."""

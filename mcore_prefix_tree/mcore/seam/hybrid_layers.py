@@ -8,17 +8,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from mcore_prefix_tree.mcore import compat, layer_names
+from mcore_prefix_tree.mcore.release import HAS_DELTA_NET, HAS_SPARSE_ATTENTION
 from mcore_prefix_tree.plan.model_shape import MTP, PIPE
 
 # Older versions of megatron-core have a MambaModel, whose pattern always has Mamba layers.
-HAS_HYBRID_MODEL = compat.has_hybrid_model()
 NEEDS_NEWER = "hybrid models need HybridModel, which came with megatron-core 0.18"
-
-HAS_DELTA_NET, HAS_SPARSE_ATTENTION = layer_names.has_delta_net(), layer_names.has_sparse_attention()
-
-if HAS_HYBRID_MODEL:
-    compat.check(compat.HYBRID)
 
 _OLD = "it follows a tree since megatron-core 0.19"
 

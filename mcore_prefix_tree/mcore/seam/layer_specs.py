@@ -27,9 +27,8 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 
-from mcore_prefix_tree.mcore import compat, multi_token_names
+from mcore_prefix_tree.mcore.release import HAS_DEPTHS, HAS_HYBRID_MODEL, NEEDS_DEPTHS
 from mcore_prefix_tree.mcore.seam.core_attention import tree_class
-from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL
 from mcore_prefix_tree.mcore.seam.tree_layers import TreeLayerMixin, TreeStackMixin, check_layer
 
 if HAS_HYBRID_MODEL:
@@ -76,8 +75,8 @@ def is_hybrid_stack(spec: Any) -> bool:
 def _layer(spec: ModuleSpec) -> ModuleSpec:
     module = get_module(spec)
     check_layer(module)
-    if issubclass(module, MultiTokenPredictionLayer) and not multi_token_names.are_there():
-        raise NotImplementedError(f"multi-token prediction on a tree needs {multi_token_names.NEEDED}")
+    if issubclass(module, MultiTokenPredictionLayer) and not HAS_DEPTHS:
+        raise NotImplementedError(f"multi-token prediction on a tree needs {NEEDS_DEPTHS}")
     return dataclasses.replace(spec, module=tree_class(TreeLayerMixin, module))
 
 
@@ -94,7 +93,6 @@ def te_layer_spec(**options: Any) -> ModuleSpec:
     """
     if not _have_te():
         raise ImportError(_TE_MISSING)
-    compat.check(compat.TRANSFORMER_ENGINE)
     return with_prefix_tree(get_gpt_layer_with_transformer_engine_spec(**options))
 
 

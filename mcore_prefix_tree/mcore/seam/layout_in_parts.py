@@ -20,7 +20,7 @@ from mcore_prefix_tree.layout.tree_chunks import (
     find_in_window,
     find_key_nodes,
     find_last_readers,
-    find_paths,
+    find_last_spans,
     find_stack,
     keep_tokens,
 )
@@ -166,7 +166,12 @@ class LayoutInParts:
     @cached_property
     def last(self) -> Int64Array:
         """int64 ``[S]``, the last token of each sample."""
-        return self.layout.sample_map[self.layout.cu_sample_lens[1:] - 1].astype(np.int64)
+        return self.layout.cu_node_lens[self.layout.sample_node + 1].astype(np.int64) - 1
+
+    @cached_property
+    def lengths(self) -> torch.Tensor:
+        """fp32 ``[S]``, tokens of each sample."""
+        return upload(np.diff(self.layout.cu_sample_lens).astype(np.float32), "cpu")
 
     @cached_property
     def by_index(self) -> Int64Array:
@@ -259,14 +264,16 @@ class LayoutInParts:
         is_counted = (np.arange(layout.padded_size) < layout.physical_tokens).astype(np.float32)
         if self.passes:
             is_counted[carried] = not is_chunk
-        on_path = find_paths(self.layout, first if is_chunk else self.carried[first], self.last)
-        counted = np.add.reduceat(is_counted, layout.cu_node_lens[:-1])
-        last = on_path.shape[1] - 1 - on_path[:, ::-1].argmax(axis=1)
-        return np.where(on_path.any(axis=1), last, -1).astype(np.int32), SampleCounts(
+        first = first if is_chunk else self.carried[first]
+        node = find_last_spans(first, self.layout.subtree_end[first].astype(np.int64), self.last)
+        is_reached = np.add.reduceat(is_counted, layout.cu_node_lens[:-1]) > 0
+        for own, parent in enumerate(layout.node_parent.tolist()):
+            is_reached[own] |= parent >= 0 and is_reached[parent]
+        return node.astype(np.int32), SampleCounts(
             part=(is_chunk, layout.start),
             is_counted=upload(is_counted, "cpu"),
-            samples=upload(np.flatnonzero(on_path @ counted), "cpu"),
-            lengths=upload(np.diff(self.layout.cu_sample_lens).astype(np.float32), "cpu"),
+            samples=upload(np.flatnonzero((node >= 0) & is_reached[node]), "cpu"),
+            lengths=self.lengths,
             loss_tokens=self.loss_tokens,
         )
 

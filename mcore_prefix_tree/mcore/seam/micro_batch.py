@@ -37,6 +37,7 @@ class MicroBatch:
         hook_data: data that the job's step hook adds for itself and for its objective's readout, for example outputs of
             teachers; None without a hook.
         forward_only: whether it trains nothing, and only keeps keys and values for others of its step.
+        loss_scale: multiplier of the objective's loss, in a step that is divided by its tokens; None in others.
     """
 
     layout: FlatLayout
@@ -51,6 +52,7 @@ class MicroBatch:
     routes_fit: bool = False
     hook_data: Any = None
     forward_only: bool = False
+    loss_scale: float | None = None
 
     @classmethod
     def from_layout(

@@ -18,9 +18,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 
 from mcore_prefix_tree.logprob import Head, head_weighted_hits
-from mcore_prefix_tree.mcore import multi_token_names
+from mcore_prefix_tree.mcore.release import HAS_DEPTHS, HAS_HYBRID_MODEL
 from mcore_prefix_tree.mcore.seam.core_attention import change_class
-from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL
+from mcore_prefix_tree.mcore.seam.experts import TreeRouterMixin
 from mcore_prefix_tree.mcore.seam.output_layer import HeadRequest, output_multiplier, with_edge_head
 from mcore_prefix_tree.mcore.seam.packed_seq_params import DepthPackedSeqParams, TreePackedSeqParams, get_tree_params
 from mcore_prefix_tree.mcore.seam.tree_layers import follow_trees
@@ -179,6 +179,9 @@ def with_multi_token(model: Model) -> Model:
         )
     if bare.mtp_process:
         follow_trees(model)
+        for module in bare.mtp.modules():
+            if isinstance(module, TreeRouterMixin):
+                module.is_depth = True
         if is_hybrid:
             change_class(bare.mtp, TreeMultiTokenBlockMixin)
         if not trained_depths(vars(bare.config)):
@@ -189,7 +192,7 @@ def with_multi_token(model: Model) -> Model:
 
 def take_logged_losses() -> list[float]:
     """Return each depth's mean losses, added over the micro-batches since the last call, from Megatron's log."""
-    if not multi_token_names.are_there() or "loss_values" not in MTPLossLoggingHelper.tracker:
+    if not HAS_DEPTHS or "loss_values" not in MTPLossLoggingHelper.tracker:
         return []
     losses: list[float] = MTPLossLoggingHelper.tracker["loss_values"].tolist()
     # Not only to zeros: the log has as many depths as the model that it began with, and another may follow.

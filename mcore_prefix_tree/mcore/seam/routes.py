@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from mcore_prefix_tree.mcore.seam.validation import graph_modules
-from mcore_prefix_tree.plan.model_shape import layers_with_experts
+from mcore_prefix_tree.plan.model_shape import layer_letters, layers_with_experts
 from mcore_prefix_tree.sample import Sample, SampleError
 
 TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -50,6 +50,16 @@ def row_of_layer(config: Any, rows: int, layer_number: int) -> int:
     if rows == config.num_layers:
         return layer_number - 1
     return sum(layers_with_experts(config.num_layers, config.moe_layer_freq)[: layer_number - 1])
+
+
+def _rows_read(config: Any, routes: npt.NDArray[np.integer]) -> tuple[npt.NDArray[np.integer], npt.NDArray[np.intp]]:
+    """Return the rows ``[n, layers with experts, top-k]`` of routes ``[n, layers, top-k]``, and their places."""
+    rows, pattern = np.arange(routes.shape[1]), getattr(config, "hybrid_layer_pattern", None)
+    has_experts = layers_with_experts(config.num_layers, config.moe_layer_freq)
+    if pattern is not None:
+        has_experts = [letter == "E" for letter in layer_letters(pattern)]
+    places = np.flatnonzero(has_experts) if len(rows) == config.num_layers else rows
+    return routes if len(places) == len(rows) else routes[:, places], places
 
 
 def check_routes(config: Any, routes: npt.NDArray[np.integer]) -> None:
@@ -91,11 +101,19 @@ def _fault(config: Any, routes: npt.NDArray[np.integer]) -> str | None:
             f"has {top_k} experts for a token and layer, but the model chooses {config.moe_router_topk} "
             "(moe_router_topk); use the model that made the sample"
         )
-    largest = int(routes.max(initial=-1))
+    read, _ = _rows_read(config, routes)
+    largest = int(read.max(initial=-1))
     if largest >= config.num_moe_experts:
         return (
             f"has expert {largest}, but the model has {config.num_moe_experts} (num_moe_experts), counted from 0; use "
             "the model that made the sample"
+        )
+    unset: npt.NDArray[np.bool_] = read < 0
+    partly = unset.any(axis=(1, 2)) & ~unset.all(axis=(1, 2))
+    if partly.any():
+        return (
+            f"has -1 among the experts at index {int(np.argmax(partly))}; give -1 in all entries of a token without a "
+            "route, and experts in all of any other"
         )
     return next((sentence for applies, sentence in _refusals(config) if applies), None)
 
@@ -129,9 +147,8 @@ def _refusals(config: Any) -> list[tuple[bool, str]]:
 
 def _repeated(config: Any, routes: npt.NDArray[np.integer]) -> str | None:
     """Return a sentence for a token ``[n, layers, top-k]`` that goes to an expert twice; engines fill rows with 0."""
-    has_experts = np.array(layers_with_experts(config.num_layers, config.moe_layer_freq))
-    sparse = np.flatnonzero(has_experts) if routes.shape[1] == config.num_layers else np.arange(routes.shape[1])
-    choices = np.ascontiguousarray(np.moveaxis(routes, 2, 0))[:, :, sparse]
+    read, places = _rows_read(config, routes)
+    choices = np.ascontiguousarray(np.moveaxis(read, 2, 0))
     twice = np.zeros(choices.shape[1:], dtype=np.bool_)
     for one, other in combinations(choices, 2):
         twice |= (one == other) & (one >= 0)
@@ -139,6 +156,6 @@ def _repeated(config: Any, routes: npt.NDArray[np.integer]) -> str | None:
         return None
     token, layer = np.argwhere(twice)[0]
     return (
-        f"sends the token at index {token} to one expert twice, in layer {sparse[layer]}; give -1 in all entries of a "
+        f"sends the token at index {token} to one expert twice, in layer {places[layer]}; give -1 in all entries of a "
         "token that the engine did not run"
     )

@@ -35,15 +35,12 @@ from mcore_prefix_tree.attention.chosen_keys import (
     score_by_kernel,
     wide,
 )
-from mcore_prefix_tree.mcore import compat, layer_names
 from mcore_prefix_tree.mcore.seam.carried_keys import Carry
 from mcore_prefix_tree.mcore.seam.core_attention import change_class, check_batch_size
 from mcore_prefix_tree.mcore.seam.experts import Multiplicity
 from mcore_prefix_tree.mcore.seam.latent_attention import PathRotaryEmbedding
 from mcore_prefix_tree.mcore.seam.packed_seq_params import get_tree_params
 from mcore_prefix_tree.metadata import TreeMetadata
-
-compat.check(layer_names.SPARSE_ATTENTION)
 
 
 class TreeIndexerMixin:

@@ -6,6 +6,7 @@ Parameters, state-dict keys and the names of classes stay, and without a tree a 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from mcore_prefix_tree.mcore.release import HAS_DELTA_NET, HAS_HYBRID_MODEL, HAS_SPARSE_ATTENTION
 from mcore_prefix_tree.mcore.seam.core_attention import (
     TreeCoreAttentionMixin,
     TreeFlatAttentionMixin,
@@ -23,18 +25,13 @@ from mcore_prefix_tree.mcore.seam.core_attention import (
     change_class,
 )
 from mcore_prefix_tree.mcore.seam.experts import TreeExpertLayerMixin, TreeExpertsMixin, TreeRouterMixin
-from mcore_prefix_tree.mcore.seam.hybrid_layers import (
-    HAS_DELTA_NET,
-    HAS_HYBRID_MODEL,
-    HAS_SPARSE_ATTENTION,
-    NEEDS_NEWER,
-    check_pattern,
-)
+from mcore_prefix_tree.mcore.seam.hybrid_layers import NEEDS_NEWER, check_pattern
 from mcore_prefix_tree.mcore.seam.latent_attention import TreeAbsorbedAttentionMixin, TreeLatentAttentionMixin
 from mcore_prefix_tree.mcore.seam.multi_token_layer import TreeMultiTokenLayerMixin
 from mcore_prefix_tree.mcore.seam.packed_seq_params import CORE_KNOWS_TREES
 from mcore_prefix_tree.mcore.seam.validation import check_config, graph_modules
 from mcore_prefix_tree.plan.model_shape import DELTA_NETS
+from mcore_prefix_tree.utils.randomness import registrations
 
 # Classes that mix the tokens of a layer, and what makes them follow a tree.
 _MIXERS: dict[type, Any] = {SelfAttention: TreeSelfAttentionMixin, MLASelfAttention: TreeLatentAttentionMixin}
@@ -66,6 +63,8 @@ if HAS_HYBRID_MODEL:
 
     _MIXERS[MambaMixer] = mamba.TreeMambaMixin
     _PACKAGES["M"] = mamba.check_packages
+# Attribute of a model that was found to follow trees.
+_FOLLOWS = "_prefix_tree_follows"
 _LAYERS: tuple[type, ...] = (TransformerLayer, MambaLayer) if HAS_HYBRID_MODEL else (TransformerLayer,)
 
 
@@ -137,13 +136,29 @@ def check_layer(kind: Any) -> None:
 
 
 def check_follows(model: torch.nn.Module) -> None:
-    """Raise NotImplementedError if a model does not follow trees; those of a patched Megatron-Core do by themselves."""
-    first = next((module for module in model.modules() if isinstance(module, tuple(_MIXERS))), None)
-    if not (first is None or isinstance(first, tuple(_MIXERS.values())) or CORE_KNOWS_TREES):
+    """Raise NotImplementedError if a module does not follow trees; those of a patched Megatron-Core do by themselves.
+
+    It looks again only if torch has registered a module since the last call, for example in place of another.
+    """
+    count = registrations()
+    if CORE_KNOWS_TREES or vars(model).get(_FOLLOWS) == count:
+        return
+    stock = next((one for module in model.modules() for one in _stock_in(module)), None)
+    if stock is not None:
         raise NotImplementedError(
-            f"the model's {type(first).__name__} does not follow a tree; call follow_trees(model), or build it from "
+            f"the model's {type(stock).__name__} does not follow a tree; call follow_trees(model), or build it from "
             "with_prefix_tree(spec)"
         )
+    vars(model)[_FOLLOWS] = count
+
+
+def _stock_in(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield the module, or its core attention, if a tree needs another class of it."""
+    classes: list[tuple[Any, Any, Any]] = [(module, tuple(_MIXERS), tuple(_MIXERS.values()))]
+    classes.append((module, TopKRouter, TreeRouterMixin))
+    if isinstance(module, Attention):
+        classes.append((module.core_attention, torch.nn.Module, tuple(_CORES.values())))
+    yield from (one for one, kind, tree in classes if isinstance(one, kind) and not isinstance(one, tree))
 
 
 def _follow_in_layer(layer: Any) -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -10,10 +15,13 @@ import torch
 from megatron.core.fp8_utils import TE_LINEAR_TYPES
 from megatron.core.utils import get_model_config
 
-from mcore_prefix_tree.mcore import multi_token_names
-from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_SPARSE_ATTENTION, check_pattern
+from mcore_prefix_tree.mcore.release import HAS_DEPTHS, HAS_SPARSE_ATTENTION, NEEDS_DEPTHS
+from mcore_prefix_tree.mcore.seam.hybrid_layers import check_pattern
 from mcore_prefix_tree.plan.model_shape import DELTA_NETS, depth_letters
+from mcore_prefix_tree.utils.launchers import is_first_rank
 from mcore_prefix_tree.utils.randomness import random_part
+
+logger = logging.getLogger(__name__)
 
 _FLAGS = {
     "cache_mla_latents": "it is only for inference",  # a field of MLATransformerConfig
@@ -22,6 +30,7 @@ _FLAGS = {
     "overlap_moe_expert_parallel_comm": "its schedule plan does not go through the layer's forward",
     "enable_mhc_connections": "not proven exact under folding yet",  # since 0.20
 }
+_OWN_FOLDERS: list[TemporaryDirectory[str]] = []  # of compilations, until this process exits
 _FP8_RECIPES = ("tensorwise", "blockwise", "mxfp8")
 _FP8_FLAGS = {
     "fp8_param": "weights are read, compared and saved in the model's dtype",
@@ -108,7 +117,7 @@ def _fp8_refusals(config: Any) -> list[tuple[bool, str]]:
         *(
             (has_fp8 and bool(value), f"fp8 with {name}={value!r}: not proven yet; set fp8=None")
             # Older releases are refused depths anyway.
-            for name in ("experimental_attention_variant", *["mtp_num_layers"] * multi_token_names.are_there())
+            for name in ("experimental_attention_variant", *["mtp_num_layers"] * HAS_DEPTHS)
             for value in (getattr(config, name),)
         ),
         (
@@ -145,7 +154,7 @@ def _graph_refusals(config: Any) -> list[tuple[bool, str]]:
         ),
         *(
             (fits and bool(value), f"{name} with {setting}={value!r}: not proven yet; set cuda_graph_impl='none'")
-            for setting in ("fp8", *["mtp_num_layers"] * multi_token_names.are_there())
+            for setting in ("fp8", *["mtp_num_layers"] * HAS_DEPTHS)
             for value in (getattr(config, setting),)
         ),
         (fits and not config.bf16, f"{name} with bf16=False: Megatron-Core captures only bf16; set bf16=True"),
@@ -161,13 +170,13 @@ def graph_modules(config: Any) -> set[str]:
 def _multi_token_refusals(config: Any) -> list[tuple[bool, str]]:
     """Return the refusals of :func:`_refusals` for the settings of multi-token prediction."""
     depths = f"mtp_num_layers={config.mtp_num_layers}"
-    if not multi_token_names.are_there():
-        needed = f"{depths}: multi-token prediction on a tree needs {multi_token_names.NEEDED}; set mtp_num_layers=None"
+    if not HAS_DEPTHS:
+        needed = f"{depths}: multi-token prediction on a tree needs {NEEDS_DEPTHS}; set mtp_num_layers=None"
         return [(True, needed)]
     last_rows = "stock layers route the last tokens of a sample, which predict nothing, and balance them too"
     balances = config.moe_router_load_balancing_type != "none"
     return [
-        (config.mtp_num_layers < 0, f"{depths}: set it to a number of depths, or to None"),
+        (not 0 <= config.mtp_num_layers <= 100, f"{depths}: set it to a number of depths up to 100, or to None"),
         (
             getattr(config, "mtp_use_repeated_layer", False),
             f"{depths} with mtp_use_repeated_layer=True: not proven exact under folding yet; set it to False",
@@ -223,6 +232,11 @@ def _expert_refusals(config: Any) -> list[tuple[bool, str]]:
             for name in ("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype")  # since 0.20
         ),
         (
+            config.moe_router_topk > config.num_moe_experts,
+            f"moe_router_topk={config.moe_router_topk} with num_moe_experts={config.num_moe_experts}: a token goes to "
+            "more experts than there are; lower moe_router_topk",
+        ),
+        (
             # An expert has room for all tokens from factor * top-k = experts on.
             config.moe_expert_capacity_factor is not None
             and config.moe_expert_capacity_factor * config.moe_router_topk < (config.num_moe_experts or 0),
@@ -253,7 +267,7 @@ def _expert_refusals(config: Any) -> list[tuple[bool, str]]:
 
 
 def check_config(config: Any) -> None:
-    """Reject a ``TransformerConfig`` that folding cannot do exactly.
+    """Reject a ``TransformerConfig`` that folding cannot do exactly. A job that compiles for it waits for no other.
 
     Raises:
         NotImplementedError: one sentence for every setting at fault, with the way out.
@@ -261,6 +275,22 @@ def check_config(config: Any) -> None:
     found = [sentence for applies, sentence in _refusals(config) if applies]
     if found:
         raise NotImplementedError("prefix-tree training does not support " + "; nor ".join(found))
+    if config.recompute_granularity == "selective":
+        _avoid_locks()
+
+
+def _avoid_locks() -> None:
+    """Compile extensions in a folder of this process if a killed process left the common one locked."""
+    from torch.utils.cpp_extension import get_default_build_root
+
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    lock = next(chain(root.glob("*/lock"), root.glob("*/*/lock")), None)
+    if lock is not None:
+        _OWN_FOLDERS.append(TemporaryDirectory(prefix="torch_extensions-", ignore_cleanup_errors=True))
+        os.environ["TORCH_EXTENSIONS_DIR"] = _OWN_FOLDERS[-1].name
+        if is_first_rank():
+            says = "%s is of a compilation that runs or was killed: this process compiles in %s; remove a stale lock"
+            logger.warning(says, lock, os.environ["TORCH_EXTENSIONS_DIR"])
 
 
 def _computes_in_fp8(layer: torch.nn.Module) -> bool:

@@ -1,5 +1,1 @@
 """Second models of distillations: loaded, run over the samples before each step, and cut over their own ranks."""
-
-from mcore_prefix_tree.mcore import compat
-
-compat.check(compat.ENGINE)

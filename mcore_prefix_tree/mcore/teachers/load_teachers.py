@@ -134,11 +134,6 @@ def _across_tokenizers(loader: HookLoader, objective: BoundCrossTokenizer) -> St
         cut.padded_vocab_size(find_teacher_vocab_size(teacher.model, size))
         for (_, teacher), size in zip(loader.teachers, tokens, strict=True)
     ]
-    if objective.settings.teachers == "averaged_logits" and len(set(sizes)) > 1:
-        raise RecipeError(
-            f"objective.options.teachers=averaged_logits adds logits, but the teachers have {min(sizes)} and "
-            f"{max(sizes)} of them; give their recipes one model.vocab_size"
-        )
     models = loader.models(list(zip(tokens, sizes, strict=True)))
     return PairedTeachers(objective=objective, models=models, student_columns=columns, device=device)
 

@@ -11,7 +11,6 @@ from mcore_prefix_tree.xtoken.losses.chunk_loss import (
 )
 from mcore_prefix_tree.xtoken.losses.common_columns import Part
 from mcore_prefix_tree.xtoken.losses.make_loss import make_loss
-from mcore_prefix_tree.xtoken.losses.outcomes import Endings
 from mcore_prefix_tree.xtoken.losses.p_kl import top_columns
 from mcore_prefix_tree.xtoken.losses.row_blocks import Block, cut_blocks, ordered, take_ending
 from mcore_prefix_tree.xtoken.modes import LossSettings
@@ -20,7 +19,6 @@ __all__ = [
     "Block",
     "ChunkLoss",
     "ChunkTerms",
-    "Endings",
     "KnownRows",
     "LossSettings",
     "Part",

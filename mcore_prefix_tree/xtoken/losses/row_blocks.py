@@ -15,7 +15,6 @@ import torch
 
 from mcore_prefix_tree.utils.upload import upload
 from mcore_prefix_tree.xtoken.fold import Chunks, Side
-from mcore_prefix_tree.xtoken.losses.outcomes import Endings, Outcomes
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -60,14 +59,12 @@ class Block:
     Attributes:
         chunks: slice of the ordered chunks.
         weight: float64 ``[C]``, weight of each chunk's term.
-        outcomes: outcomes of the chunks that partition-KL reads; None for other losses.
     """
 
     chunks: slice
     student: BlockSide
     teacher: BlockSide
     weight: torch.Tensor
-    outcomes: Outcomes | None = None
 
 
 def ordered(chunks: Chunks) -> Chunks:
@@ -101,13 +98,11 @@ def cut_blocks(
     teacher_rows: Int64Array,
     student_limit: int,
     teacher_limit: int,
-    endings: Endings | None = None,
     device: torch.device | str = "cpu",
 ) -> list[Block]:
     """Cut ordered chunks into blocks of bounded numbers of predictors; a chunk above a limit is a separate block.
 
     ``student_rows`` and ``teacher_rows`` are flat indices of the heads' rows, int64, ascending, of all predictors.
-    ``endings`` finds the outcomes that partition-KL reads; None for other losses.
     """
     return [
         Block(
@@ -115,7 +110,6 @@ def cut_blocks(
             student=_block_side(chunks.student, part, student_rows, device),
             teacher=_block_side(chunks.teacher, part, teacher_rows, device),
             weight=upload(chunks.weight[part], device),
-            outcomes=None if endings is None else endings.of_block(chunks, part, device),
         )
         for part in _cut(chunks, student_limit, teacher_limit)
     ]

@@ -28,6 +28,7 @@ from mcore_prefix_tree.mcore.packed.packed_rows import FoldedRows, PackedRows, R
 from mcore_prefix_tree.mcore.seam.all_tokens import padding_multiple
 from mcore_prefix_tree.mcore.seam.output_layer import request_arguments
 from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams
+from mcore_prefix_tree.mcore.seam.tree_layers import check_follows
 from mcore_prefix_tree.mcore.seam.validation import check_draws, check_positions
 from mcore_prefix_tree.sample import Sample
 
@@ -130,6 +131,7 @@ def _fold_call(
     ids = call["input_ids"]
     rows = read_rows(ids, params.cu_seqlens_q, pad=get_tokenizer().pad)
     check_positions(model, int(rows.length.max(initial=1)))
+    check_follows(model)
     check_draws(model)
     folded = rows.fold(pad_to_multiple_of=padding_multiple(model))
     arguments = folded.make_call(backend, deterministic_attention=deterministic)

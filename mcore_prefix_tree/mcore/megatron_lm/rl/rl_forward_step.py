@@ -106,7 +106,7 @@ class FoldedForwardStep:
             # The model provider has resolved the back-end: there is no first step to look at.
             self._job = make_job_from_args(args, ScriptObjective(args=args, dtypes={}), lambda: [])
         objective = ScriptObjective(args=args, dtypes=mine[0].dtypes)
-        job = replace(self._job, objective=objective)
+        job = replace(self._job, objective=objective, divides_by_tokens=False)
         per_token, own = args.calculate_per_token_loss, list(chain(*ranks))
         weight = [1.0 if per_token else 1 / batch.tokens for batch in own for _ in batch.trajectories]
         trajectories = [one for batch in own for one in batch.trajectories]

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from mcore_prefix_tree.arguments.refusals import ArgumentError
-from mcore_prefix_tree.mcore import compat
+from mcore_prefix_tree.mcore import release
 from mcore_prefix_tree.mcore.megatron_lm.pretrain_forms import checkout
 from mcore_prefix_tree.objectives import LossOutput, Objective, Targets
 from mcore_prefix_tree.objectives.scored import ScoredTokens
@@ -41,7 +41,7 @@ def load_loss_func() -> Callable[..., tuple[Any, Any, dict[str, Any]]]:
     file = checkout() / "train_rl.py"
     if not file.is_file():
         raise ArgumentError(
-            f"{file} is missing: Megatron-LM {compat.installed_version()} has no loop for reinforcement learning; "
+            f"{file} is missing: Megatron-LM {release.installed_version()} has no loop for reinforcement learning; "
             "check out core_v0.19.0"
         )
     try:
@@ -51,7 +51,6 @@ def load_loss_func() -> Callable[..., tuple[Any, Any, dict[str, Any]]]:
             f"{file} needs the package {error.name}, which is not installed; pip install wandb openai fastapi uvicorn "
             "httpx, and the other packages that its environments import"
         ) from error
-    compat.check(compat.MEGATRON_LM_RL)
     parameters = list(inspect.signature(script.loss_func).parameters)
     if parameters != [*_LOSS, "output_tensor"]:
         raise ArgumentError(
