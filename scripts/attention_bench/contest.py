@@ -25,9 +25,6 @@ from mcore_prefix_tree.utils.memory import PeakMemory, available_bytes
 
 T = TypeVar("T")
 
-# Start of the reason if a method should have run but failed.
-FAILED = "failed"
-
 # Of the norm. Sound 16-bit kernels are within 4e-3 of each other; the speed of a wrong result means nothing.
 LARGEST_DIFFERENCE = 5e-2
 # Numbers of a result that are compared at a time.
@@ -141,16 +138,9 @@ class Runner:
 
 
 class Contest:
-    """One workload's contestants on the same tensors. A failure does not affect the others.
-
-    Attributes:
-        runners: contestants that have not failed.
-        missing: method, layout and reason of the others.
-    """
+    """One workload's contestants on the same tensors."""
 
     def __init__(self, workload: Workload, settings: Settings) -> None:
-        self.runners: list[Runner] = []
-        self.missing: list[dict[str, str]] = []
         self.workload = workload
         self._settings = settings
         self._layouts: dict[str, list[LayoutPart]] = {}
@@ -164,35 +154,15 @@ class Contest:
         """Warm a contestant up and compare it with the yardstick, else with the first that was right on its layout.
 
         Returns:
-            The runner, or why the contestant cannot be measured.
+            The runner, or why the result is wrong.
         """
-        if contestant.refusal is not None:
-            return contestant.refusal
         runner = Runner(contestant, self._layout(contestant.layout))
         runner.difference = self._difference(runner)
         if not math.isfinite(runner.difference):
-            return f"{FAILED}: its result is not finite"
+            return "its result is not finite"
         if runner.difference > LARGEST_DIFFERENCE:
-            return f"{FAILED}: its result differs from the first on this layout by {runner.difference:.1e} of the norm"
+            return f"its result differs from the first on this layout by {runner.difference:.1e} of the norm"
         return runner
-
-    def enter(self, contestant: Contestant) -> None:
-        """Warm a contestant up, and keep it if its result is right."""
-
-        def warmed_up() -> str | None:
-            found = self.warm_up(contestant)
-            if isinstance(found, str):
-                return found
-            self.runners.append(found)
-            return None
-
-        self._note(contestant, why_not(warmed_up))
-
-    def run(self, rounds: int) -> None:
-        """Time all runners in turn, so that a drift of the machine's speed affects all of them."""
-        self.forget_results()
-        for _ in range(rounds):
-            self.runners = [runner for runner in self.runners if self._note(runner.contestant, why_not(runner.run))]
 
     def forget_results(self) -> None:
         """Free the results that contestants were compared with."""
@@ -226,28 +196,9 @@ class Contest:
             self._first.setdefault(layout, results)
         return found
 
-    def _note(self, contestant: Contestant, reason: str | None) -> bool:
-        """Return whether a contestant can run; otherwise keep the reason."""
-        if reason is not None:
-            self.missing.append({"method": contestant.method, "layout": contestant.layout, "reason": reason})
-        return reason is None
-
 
 class NoRoomError(ValueError):
     """A layout does not fit the device's memory by the estimate of :mod:`attention_bench.memory`."""
-
-
-def why_not(run: Callable[[], object]) -> str | None:
-    """Return why ``run`` failed: its result, if that is text, or its error."""
-    try:
-        said = run()
-    except torch.OutOfMemoryError:
-        return "out of memory"
-    except NoRoomError as error:
-        return str(error)
-    except Exception as error:
-        return f"{FAILED}: {type(error).__name__}: {' '.join(str(error).split())}"
-    return said if isinstance(said, str) else None
 
 
 def _inputs(size: int, settings: Settings) -> list[torch.Tensor]:

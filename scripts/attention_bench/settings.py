@@ -83,8 +83,3 @@ class Row:
     tile_efficiency: dict[str, float]
     difference: float
     parts: int = 1
-
-    @property
-    def seconds(self) -> list[float]:
-        """Forward and backward of each round."""
-        return [sum(both) for both in zip(self.forward_seconds, self.backward_seconds, strict=True)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -125,3 +126,12 @@ def workload_of_samples(name: str, samples: Sequence[Sample], *, max_tokens: int
         node_parent=layout.node_parent.astype(np.int64),
         sample_lens=np.array([len(sample) for sample in chosen]),
     )
+
+
+def workloads_of_file(path: str, max_tokens: int = 32768) -> list[Workload]:
+    """Two views of a file of samples: its records as one sample each, and as one sample per assistant turn."""
+    from mcore_prefix_tree.cli.samples import SampleOptions
+
+    stem, views = Path(path).name.partition(".")[0], {"whole lines": False, "a sample per turn": True}
+    read = {view: SampleOptions(files=[path], expand_turns=expand).read().all for view, expand in views.items()}
+    return [workload_of_samples(f"{stem}, {view}", read[view], max_tokens=max_tokens) for view in views]

@@ -112,17 +112,33 @@ class Context:
         row = {**key._asdict(), "used": dict(used), "took": round(time.perf_counter() - started, 3), **found}
         if not is_measured(found) and "unfinished" not in found:
             row |= also or {}
-        self._send({"row": row})
+        self._put(row)
         if broken:
             os._exit(START_AGAIN)
         return FAILED not in found and NOT_RUN not in found
 
     def leave_out(self, key: Key, used: Mapping[str, str], reason: str, **also: Any) -> None:
         """Send a row with the reason why a measurement is not made."""
-        self._send({"row": {**key._asdict(), "used": dict(used), NOT_RUN: reason, **also}})
+        self._put({**key._asdict(), "used": dict(used), NOT_RUN: reason, **also})
+
+    def _put(self, row: dict[str, Any]) -> None:
+        self._earlier[key_of(row)] = row
+        self._send({"row": row})
 
     def _send(self, line: dict[str, Any]) -> None:
         os.write(self.stream, (json.dumps(line, default=str) + "\n").encode())
+
+
+class LocalContext(Context):
+    """A part's run in this process; ``rows`` are its rows by key."""
+
+    def __init__(self, part: str, options: Options) -> None:
+        super().__init__(part=part, options=options, device_name="cpu")
+        self.rows: dict[Key, dict[str, Any]] = {}
+
+    def _send(self, line: dict[str, Any]) -> None:
+        if "row" in line:
+            self.rows[key_of(line["row"])] = line["row"]
 
 
 def reason_of(error: BaseException) -> str:
@@ -144,7 +160,7 @@ def hash_of(sources: tuple[str, ...]) -> str:
 
 def _is_device_alive() -> bool:
     torch = sys.modules.get("torch")
-    if torch is None:
+    if torch is None or not torch.cuda.is_initialized():
         return True
     try:
         torch.cuda.synchronize()

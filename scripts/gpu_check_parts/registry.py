@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from gpu_check_parts.results import Key
 
@@ -51,22 +52,11 @@ def _part(
     function: str | None = None,
     rows: str | None = None,
     more_imports: tuple[str, ...] = (),
-    programs: tuple[str, ...] = (),
-    wanted: tuple[str, ...] = (),
-    row_seconds: float = 90.0,
+    **more: Any,
 ) -> Part:
     """Return a part that needs the kernels; ``function`` defaults to ``run`` of the module with its name."""
-    return Part(
-        name=name,
-        title=title,
-        minutes=minutes,
-        function=f"gpu_check_parts.{function or f'{name}:run'}",
-        rows=rows or name,
-        imports=(*_KERNELS, *more_imports),
-        programs=programs,
-        wanted=wanted,
-        row_seconds=row_seconds,
-    )
+    function, imports = f"gpu_check_parts.{function or f'{name}:run'}", (*_KERNELS, *more_imports)
+    return Part(name=name, title=title, minutes=minutes, function=function, rows=rows or name, imports=imports, **more)
 
 
 _PARTS = (
@@ -98,7 +88,7 @@ _PARTS = (
         2.0,
         function="attention:run_rest",
         rows="attention",
-        wanted=(_FA4, "prefix_grouper", "areal"),
+        wanted=(_FA4,),
     ),
     _part(
         "tests",

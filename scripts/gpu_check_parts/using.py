@@ -53,8 +53,7 @@ def packages_of(method: str) -> tuple[str, ...]:
         return _FA4
     if method in ("triton", "triton, whole groups", "flex"):
         return ("torch", "triton")
-    # The peers, if installed.
-    return ("torch", "prefix-grouper", "areal")
+    return ("torch",)
 
 
 def sources_of(method: str) -> tuple[str, ...]:
