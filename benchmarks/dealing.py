@@ -29,7 +29,6 @@ PROMPTS, ANSWERS = 256, 8
 LENGTHS = ((512, 512), (2048, 512), (4096, 1024))
 RANKS = {"verl": (1, 4, 8, 16, 32), "slime": (1, 4, 8, 16)}
 UPDATES = (1, 4)
-STEP = 256
 # Of Qwen3-8B, for slime's FLOPs.
 MODEL = {
     "num_layers": 36, "hidden_size": 4096, "num_attention_heads": 32, "num_query_groups": 8, "kv_channels": 128,
@@ -129,7 +128,7 @@ def slime() -> None:
     generated = [Sample(tokens=row) for row in rows_of(prompt, answer)[0]]
     shipped = rollouts(QUICKSTART, 0, sys.maxsize)
     workloads = {
-        f"{ANSWERS} answers of {answer} tokens to prompts of {prompt:,}, log-normal": (generated, STEP, 32768, ANSWERS),
+        f"{ANSWERS} answers of {answer} tokens to prompts of {prompt:,}, log-normal": (generated, 256, 32768, ANSWERS),
         f"{len(shipped)} turns of the shipped rollouts": (shipped, len(shipped), 8192, 0),
     }
     result: dict[str, Any] = {"workloads": []}

@@ -106,10 +106,7 @@ def one_rank(device: torch.device) -> Iterator[None]:
 
 
 def models(shape: dict[str, int], device: torch.device, parts: Sequence[int] = ()) -> tuple[Any, ...]:
-    """Return a stock GPT that takes packed rows, and those with the same weights that fold inside.
-
-    The first of these runs a micro-batch at once, the others in parts of at most as many tokens.
-    """
+    """Return a stock GPT, one with its weights that folds inside, and others that do so in parts of so many tokens."""
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.transformer_config import TransformerConfig

@@ -27,6 +27,7 @@ from inside import (
     RESULTS,
     VOCAB,
     cost_of_nothing_shared,
+    in_turn,
     nothing_shared,
     prompt_group,
     rollouts,
@@ -163,10 +164,7 @@ def packing(samples: Sequence[Sample], call: dict[str, Any], layout: Any, rounds
         rows.places_in(made)
 
     packed = pack()
-    seconds: dict[str, list[float]] = {"trl": [], "folds": []}
-    for _ in range(rounds):
-        seconds["trl"].append(seconds_of(pack, CPU))
-        seconds["folds"].append(seconds_of(ours, CPU))
+    seconds = in_turn({"trl": pack, "folds": ours}, rounds, CPU)
     return {
         "host_seconds": {way: statistics.median(taken) for way, taken in seconds.items()},
         "tokens": {"trl": len(packed["input_ids"]), "folds": int(layout.physical_tokens)},

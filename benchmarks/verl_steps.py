@@ -146,7 +146,7 @@ def measure(engines: dict[str, Any], name: str, samples: Sequence[Sample], round
             "seconds": seconds,
             "speedup": medians["stock"] / medians["folds"],
         }
-        print(name, what, medians, {key: steps[what][key] for key in ("speedup", "expected_speedup")}, flush=True)
+        print(name, what, medians, flush=True)
     return {
         "name": name, "logical_tokens": report.logical_tokens, "fold_ratio": report.fold_ratio, "steps": steps
     }  # fmt: skip

@@ -1,7 +1,4 @@
-"""Contestants of the attention benchmark with one interface: back-ends and stock kernels.
-
-Legend: P tokens of a layout, H query heads, K key/value heads, D head_dim, W value head_dim.
-"""
+"""Contestants of the attention benchmark with one interface: back-ends and stock kernels."""
 
 from __future__ import annotations
 
@@ -28,15 +25,7 @@ _LARGEST_DENSE_BYTES = 1 << 28
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Contestant:
-    """One method on one layout.
-
-    Attributes:
-        method: name of the method.
-        layout: layout that it computes.
-        options: options of the call.
-        attention: function with the arguments of a back-end.
-        refusal: why it cannot run, or None.
-    """
+    """One method on one layout; ``refusal`` is the reason why it cannot run."""
 
     method: str
     layout: Layout
@@ -46,13 +35,7 @@ class Contestant:
 
 
 def contestants(forest: TreeMetadata, case: Case) -> Iterator[Contestant]:
-    """Return all methods on their layouts; methods that cannot run have a refusal.
-
-    Args:
-        forest: the folded forest.
-        case: case of the calls. On a GPU, methods with two backwards are measured with both values of
-            ``deterministic``.
-    """
+    """Return all methods on their layouts; on a GPU, those with two backwards for both values of ``deterministic``."""
     modes = [True, False] if case.device.type == "cuda" else [True]
     for options in (replace(case.options, deterministic=deterministic) for deterministic in modes):
         asked = replace(case, options=options)

@@ -12,8 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from attention_bench.clock import measure_ceilings
-from attention_bench.contest import Contest, NoRoomError, Runner
+from attention_bench.contest import Contest, NoRoomError, Runner, measure_ceilings
 from attention_bench.contestants import Contestant, contestants
 from attention_bench.settings import Settings
 from attention_bench.workloads import Workload, standard_workloads, workloads_of_file
@@ -91,8 +90,7 @@ def measure_the_ceilings(context: Context, settings: Settings) -> None:
 
     def ceilings() -> dict[str, Any]:
         found = measure_ceilings(settings.case.device, settings.case.dtype, small=context.options.smoke)
-        shown = f"{found.matrix_tflops:.3g} TFLOP/s, {found.copy_gbytes:,.0f} GB/s"
-        return {**asdict(found), "shown": shown}
+        return found | {"shown": "{matrix_tflops:.3g} TFLOP/s, {copy_gbytes:,.0f} GB/s".format(**found)}
 
     if not context.is_done(key, used):
         context.measure(key, used, ceilings)
@@ -193,8 +191,7 @@ def _warmed(contest: Contest, yardstick: Contestant) -> dict[str, Any]:
 
 
 def _row(runner: Runner, settings: Settings) -> dict[str, Any]:
-    row = asdict(runner.row())
-    row["name"] = row.pop("method")  # the key's method names the layout too
+    row = runner.row()
     seconds = sorted(map(sum, zip(row["forward_seconds"], row["backward_seconds"], strict=True)))
     row["settings"] = asdict(settings)
     row["shown"] = f"{seconds[len(seconds) // 2] * 1e3:.2f} ms, {len(seconds)} of {settings.repeats} rounds"

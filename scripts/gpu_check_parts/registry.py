@@ -10,29 +10,17 @@ from gpu_check_parts.results import Key
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One kind of measurement.
-
-    Attributes:
-        name: name for ``--only`` and for its log lines.
-        title: description in the plan.
-        minutes: expected minutes on an H100 or H200.
-        function: ``module:function``, called with a :class:`~gpu_check_parts.context.Context`.
-        rows: first part of its rows' keys; parts that fill one table share it.
-        imports: modules without which it does not run.
-        programs: executables without which it does not run.
-        wanted: modules without which some of its rows do not run.
-        row_seconds: longest time of one measurement; one that takes longer is stopped and reported.
-    """
+    """One kind of measurement. It does not run without its ``imports`` and ``programs``."""
 
     name: str
     title: str
-    minutes: float
-    function: str
-    rows: str
+    minutes: float  # expected on an H100 or H200
+    function: str  # module:function, called with a Context
+    rows: str  # first part of its rows' keys; parts that fill one table share it
     imports: tuple[str, ...] = ()
     programs: tuple[str, ...] = ()
-    wanted: tuple[str, ...] = ()
-    row_seconds: float = 90.0
+    wanted: tuple[str, ...] = ()  # modules without which some of its rows do not run
+    row_seconds: float = 90.0  # a measurement that takes longer is stopped and reported
 
     @property
     def key(self) -> Key:

@@ -17,14 +17,14 @@ from typing import Any
 from unittest import mock
 
 import torch
-from attention_bench.clock import seconds_of
-from attention_bench.contest import difference
+from attention_bench.contest import difference, seconds_of
+from attention_bench.settings import Settings
 from attention_bench.workloads import standard_workloads
 
 from gpu_check_parts.context import Context
 from gpu_check_parts.results import FAILED
 from gpu_check_parts.using import packages_of, sources_of
-from mcore_prefix_tree.attention import AttentionOptions, Case
+from mcore_prefix_tree.attention import Case
 from mcore_prefix_tree.attention.triton_tree import kernel_calls
 from mcore_prefix_tree.attention.triton_tree.block_order import DevicePlan
 from mcore_prefix_tree.attention.triton_tree.config import Configs, Launch, configs_for
@@ -212,20 +212,17 @@ def problems(
     star = standard_workloads(scale)[0]
     trees = {star.name: star.folded(device), f"one sequence, as many pairs as {star.name}": star.dense(device)}
     for (head_dim, value_dim), group in ((dim, group) for dim in dims for group in groups):
-        case = Case(
-            device=device,
-            capability=torch.cuda.get_device_capability() if device.type == "cuda" else None,
-            # The interpreter has no bfloat16.
-            dtype=torch.bfloat16 if device.type == "cuda" else torch.float16,
+        settings = Settings(
             heads=heads,
             kv_heads=heads // group,
             head_dim=head_dim,
             value_dim=value_dim,
-            needs_grad=True,
-            options=AttentionOptions(softmax_scale=head_dim**-0.5),
+            dtype="bfloat16" if device.type == "cuda" else "float16",  # the interpreter has no bfloat16
+            device=device.type,
+            repeats=1,
         )
         for name, tree in trees.items():
-            yield (head_dim, value_dim), name, Problem.of(tree, case)
+            yield (head_dim, value_dim), name, Problem.of(tree, settings.case)
 
 
 def run(context: Context) -> None:

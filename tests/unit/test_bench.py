@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 import torch
 from attention_bench import contest
-from attention_bench.clock import measure_ceilings, seconds_of
-from attention_bench.contest import TimedMetadata
+from attention_bench.contest import TimedMetadata, measure_ceilings, seconds_of
 from attention_bench.contestants import Contestant
 from attention_bench.report import columns, costs_of, flops, headline, lines_of
 from attention_bench.settings import Settings
@@ -439,8 +438,7 @@ def test_the_benchmark_of_attention_needs_no_megatron():
 
 def test_ceilings_and_machine():
     ceilings = measure_ceilings(CPU, torch.float32)
-    assert ceilings.matrix_tflops > 0
-    assert ceilings.copy_gbytes > 0
+    assert min(ceilings["matrix_tflops"], ceilings["copy_gbytes"]) > 0
     machine = describe_machine()
     assert machine["torch"] == version("torch")
     assert json.dumps(machine)
@@ -524,9 +522,9 @@ def test_unfolded_batch_in_parts_counts_like_one_batch():
     for runner in runners * 2:
         runner.run()
     rows = [runner.row() for runner in runners]
-    assert [(row.tokens, row.pairs) for row in rows] == [(rows[0].tokens, rows[0].pairs)] * 2
-    assert [row.parts for row in rows] == [1, 3]
-    assert all(len(row.forward_seconds) == 2 for row in rows)
+    assert [(row["tokens"], row["pairs"]) for row in rows] == [(rows[0]["tokens"], rows[0]["pairs"])] * 2
+    assert [row["parts"] for row in rows] == [1, 3]
+    assert all(len(row["forward_seconds"]) == 2 for row in rows)
 
 
 def test_layout_beyond_memory_is_skipped_with_a_reason(monkeypatch):
