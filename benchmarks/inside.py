@@ -20,6 +20,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from mcore_prefix_tree.cpu.launcher import SEED, single_process
 from mcore_prefix_tree.utils.memory import PeakMemory
 
 ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 QUICKSTART = ROOT / "recipes" / "data" / "quickstart_rollouts.jsonl"
 TAU_BENCH = ROOT.parent / "shared" / "data" / "tau_bench_airline_gpt4o.jsonl"
 VOCAB = 8192
@@ -104,10 +106,7 @@ def one_rank(device: torch.device) -> Iterator[None]:
 
 
 def models(shape: dict[str, int], device: torch.device, parts: Sequence[int] = ()) -> tuple[Any, ...]:
-    """Return a stock GPT that takes packed rows, and those with the same weights that fold inside.
-
-    The first of these runs a micro-batch at once, the others in parts of at most as many tokens.
-    """
+    """Return a stock GPT, one with its weights that folds inside, and others that do so in parts of so many tokens."""
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -185,6 +184,26 @@ def seconds_of(run: Callable[[], Any], device: torch.device) -> float:
     return clock() - started
 
 
+def in_turn(runs: dict[str, Callable[[], Any]], rounds: int, device: torch.device) -> dict[str, list[float]]:
+    """Return the seconds of each way: a first round warms up, and every other round runs in reverse order."""
+    seconds: dict[str, list[float]] = {way: [] for way in runs}
+    for turn in range(rounds + 1):
+        for way in list(runs)[:: 1 if turn % 2 else -1]:
+            taken = seconds_of(runs[way], device)
+            if turn:
+                seconds[way].append(taken)
+    return seconds
+
+
+def cost_of_nothing_shared(
+    runs: dict[str, Callable[[], Any]], hook: Callable[[], Any], rounds: int, device: torch.device
+) -> dict[str, Any]:
+    """Return the seconds of a step of rows that share nothing, and of the hook of the model that folds."""
+    seconds = in_turn(runs, rounds, device)
+    taken = statistics.median(seconds_of(hook, device) for _ in range(rounds))
+    return {"seconds": seconds, "hook_seconds": taken, "hook_share": taken / statistics.median(seconds["stock"])}
+
+
 def measure(stock: Any, folds: Any, name: str, samples: Sequence[Sample], rounds: int) -> dict[str, Any]:
     """Return medians of seconds and the peak memory of each way to compute a micro-batch that shares tokens."""
     device = next(stock.parameters()).device
@@ -237,25 +256,11 @@ def measure_unshared(stock: Any, folds: Any, rows: int, length: int, rounds: int
     """Return the cost of a micro-batch that shares nothing: of the step, and of the folding model's hook."""
     device = next(stock.parameters()).device
     call, labels = packed(nothing_shared(rows, length), device)
-    seconds: dict[str, list[float]] = {"stock": [], "folds": []}
-    for turn in range(rounds + 1):
-        pair = [("stock", stock), ("folds", folds)]
-        for way, model in pair[:: 1 if turn % 2 else -1]:
-            taken = seconds_of(lambda: step(model, call, labels, "losses"), device)  # noqa: B023
-            if turn:  # the first warms up
-                seconds[way].append(taken)
+    runs = {way: partial(step, model, call, labels, "losses") for way, model in (("stock", stock), ("folds", folds))}
+    step(folds, call, labels, "losses")
     assert folds.folding.last.left_alone
-    asked = call | {"labels": labels}
-    hook = [seconds_of(lambda: folds.folding.before(folds, (), asked), device) for _ in range(rounds)]
-    medians = {way: statistics.median(taken) for way, taken in seconds.items()}
-    return {
-        "rows": rows,
-        "tokens": rows * length,
-        "seconds": seconds,
-        "median_seconds": medians,
-        "hook_seconds": statistics.median(hook),
-        "hook_share": statistics.median(hook) / medians["stock"],
-    }
+    hook = partial(folds.folding.before, folds, (), call | {"labels": labels})
+    return {"rows": rows, "tokens": rows * length} | cost_of_nothing_shared(runs, hook, rounds, device)
 
 
 def main() -> None:
@@ -273,7 +278,7 @@ def main() -> None:
         parser.error("--device cuda: torch sees no GPU; use --device cpu")
     name = "inside_parts" if arguments.parts else "inside"
     name += f"_{name_in_files(machine)}" * (device.type != "cpu")
-    output = arguments.output or ROOT / "benchmarks" / "results" / f"{name}.json"
+    output = arguments.output or RESULTS / f"{name}.json"
     shape = MODELS[arguments.device] | {key: int(value) for key, value in (one.split("=") for one in arguments.model)}
     with one_rank(device):
         torch.manual_seed(0)

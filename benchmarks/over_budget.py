@@ -28,8 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from mcore_prefix_tree.mcore.loop.jobs import run_train
 from mcore_prefix_tree.mcore.seam.carried_keys import CarryStore
@@ -174,7 +172,7 @@ def grow(lengths: list[int]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure, print tables, and write the figures."""
+    """Measure, print and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="Parts to measure.")
     parser.add_argument("--steps", type=int, default=3, help="Steps of a run; the first of several is not timed.")
@@ -200,26 +198,11 @@ def main() -> None:
             if name in options.parts:
                 turns = (1, 1) if name == "long" else (options.steps, options.rounds)  # each takes minutes
                 figures[name] = [row for budget in budgets for row in measure(settings, budget, *turns)]
-                show(name, figures[name])
+                print(name, *figures[name], sep="\n")
                 options.output.write_text(json.dumps(figures, indent=1) + "\n")
     if "memory" in options.parts:
         figures["memory"] = grow([int(length) for length in options.lengths.split(",")])
         options.output.write_text(json.dumps(figures, indent=1) + "\n")
-
-
-def show(name: str, rows: list[dict[str, Any]]) -> None:
-    """Print the figures of a batch."""
-    table = Table(
-        "budget", "way", "tokens a step", "forward once more", "MiB carried", "CPU seconds a step", title=name
-    )
-    for row in rows:
-        cells = [f"{row.get(key, float('nan')):,.4g}" for key in ("tokens", "carried")]
-        held, seconds = row.get("bytes", float("nan")) / 2**20, row.get("seconds", float("nan"))
-        table.add_row(f"{row['budget']:,}", row["way"], *cells, f"{held:.3g}", f"{seconds:.3g}")
-    Console(width=100).print(table)
-    for row in rows:
-        if "refused" in row:
-            print(f"{row['budget']:,} {row['way']}: {row['refused']}")
 
 
 if __name__ == "__main__":

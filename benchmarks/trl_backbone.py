@@ -12,18 +12,28 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
-from inside import QUICKSTART, VOCAB, nothing_shared, prompt_group, rollouts
+from inside import (
+    QUICKSTART,
+    RESULTS,
+    VOCAB,
+    cost_of_nothing_shared,
+    in_turn,
+    nothing_shared,
+    prompt_group,
+    rollouts,
+    seconds_of,
+    write,
+)
 from trl.experimental.async_grpo.packing import TreeRow
 from trl.trainer.utils import add_fused_lm_head
 
@@ -33,7 +43,8 @@ from mcore_prefix_tree.integrations.trl import fold_backbone, read_rows
 from mcore_prefix_tree.plan.flops import Counts, ExpectedSpeedup, ModelWork
 from mcore_prefix_tree.utils.versions import installed_version_of
 
-OUTPUT = Path(__file__).parent / "results" / "trl.json"
+OUTPUT = RESULTS / "trl.json"
+CPU = torch.device("cpu")
 MODEL = {
     "num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2,
     "intermediate_size": 768,
@@ -82,13 +93,6 @@ def score(model: Any, call: dict[str, Any]) -> float:
         return float(-model(**call).log_probs.sum() / (call["labels"][:, 1:] != -100).sum())
 
 
-def cpu_seconds(run: Callable[[], Any]) -> float:
-    """Return the CPU time of one run."""
-    started = time.process_time()
-    run()
-    return time.process_time() - started
-
-
 def measure(stock: Any, folds: Any, name: str, samples: Sequence[Sample], rounds: int) -> dict[str, Any]:
     """Return CPU seconds of each way to compute rows that share tokens."""
     call = padded(samples)
@@ -97,7 +101,7 @@ def measure(stock: Any, folds: Any, name: str, samples: Sequence[Sample], rounds
     for _ in range(rounds):
         for what, run in (("step", step), ("score", score)):
             for way, model in (("stock", stock), ("folds", folds)):
-                taken = cpu_seconds(lambda: answers[what].add(run(model, call)))  # noqa: B023
+                taken = seconds_of(lambda: answers[what].add(run(model, call)), CPU)  # noqa: B023
                 seconds[what][way].append(taken)
     assert all(math.isclose(min(losses), max(losses), rel_tol=1e-5) for losses in answers.values()), answers
     layout = fold(samples)
@@ -160,10 +164,7 @@ def packing(samples: Sequence[Sample], call: dict[str, Any], layout: Any, rounds
         rows.places_in(made)
 
     packed = pack()
-    seconds: dict[str, list[float]] = {"trl": [], "folds": []}
-    for _ in range(rounds):
-        seconds["trl"].append(cpu_seconds(pack))
-        seconds["folds"].append(cpu_seconds(ours))
+    seconds = in_turn({"trl": pack, "folds": ours}, rounds, CPU)
     return {
         "host_seconds": {way: statistics.median(taken) for way, taken in seconds.items()},
         "tokens": {"trl": len(packed["input_ids"]), "folds": int(layout.physical_tokens)},
@@ -174,24 +175,12 @@ def packing(samples: Sequence[Sample], call: dict[str, Any], layout: Any, rounds
 def measure_unshared(stock: Any, folds: Any, rows: int, length: int, rounds: int) -> dict[str, Any]:
     """Return the cost of rows that share nothing: of a step, and of the folding model's hook."""
     call = padded(nothing_shared(rows, length))
-    seconds: dict[str, list[float]] = {"stock": [], "folds": []}
-    for turn in range(rounds + 1):
-        pair = [("stock", stock), ("folds", folds)]
-        for way, model in pair[:: 1 if turn % 2 else -1]:
-            taken = cpu_seconds(lambda: step(model, call))  # noqa: B023
-            if turn:  # the first warms up
-                seconds[way].append(taken)
+    runs = {way: partial(step, model, call) for way, model in (("stock", stock), ("folds", folds))}
     asked = {"input_ids": call["input_ids"], "attention_mask": call["attention_mask"], "use_cache": False}
-    hook = [cpu_seconds(lambda: folds.folding.before(folds.model, (), asked)) for _ in range(rounds)]
+    found = cost_of_nothing_shared(runs, partial(folds.folding.before, folds.model, (), asked), rounds, CPU)
     counts = folds.folding.report(with_grad=True)
     assert counts.left_alone == counts.calls > rounds
-    return {
-        "rows": rows,
-        "tokens": rows * length,
-        "seconds": seconds,
-        "hook_seconds": statistics.median(hook),
-        "hook_share": statistics.median(hook) / statistics.median(seconds["stock"]),
-    }
+    return {"rows": rows, "tokens": rows * length} | found
 
 
 def main() -> None:
@@ -219,12 +208,6 @@ def main() -> None:
     for name, samples in WORKLOADS.items():
         result["workloads"].append(measure(stock, folds, name, samples(), arguments.rounds))
         write(result, "workloads", arguments.output)
-
-
-def write(result: dict[str, Any], part: str, output: Path) -> None:
-    """Write the results so far, and print the last one of a part."""
-    output.write_text(json.dumps(result, indent=1) + "\n")
-    print({name: value for name, value in result[part][-1].items() if name != "seconds"}, flush=True)
 
 
 if __name__ == "__main__":

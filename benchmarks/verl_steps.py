@@ -5,7 +5,7 @@
 
 Needs the packages of requirements/verl.txt. The model is a random Qwen3 folder that Megatron-Bridge loads. On a CPU,
 tests/peers/verl_cpu.py replaces TransformerEngine's layers by plain torch. Times are CPU seconds of the process, which
-other processes disturb less than wall-clock time; both are written. Every repetition runs each engine once.
+other processes disturb less than wall-clock time. Every repetition runs each engine once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -32,7 +31,7 @@ os.environ.update(VERL_ENGINE_VENDOR="mcore_prefix_tree", VERL_ENGINE_DEVICE="cu
 import verl_cpu  # noqa: F401  # before verl
 
 # isort: split
-from inside import QUICKSTART, VOCAB, prompt_group, rollouts
+from inside import QUICKSTART, RESULTS, VOCAB, in_turn, prompt_group, rollouts
 from megatron.core.utils import unwrap_model
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
@@ -45,7 +44,7 @@ from mcore_prefix_tree import Sample
 from mcore_prefix_tree.bench.machine import describe_machine
 from mcore_prefix_tree.utils.versions import installed_version_of
 
-OUTPUT = Path(__file__).parent / "results" / "verl_steps.json"
+OUTPUT = RESULTS / "verl_steps.json"
 ENGINES = {"stock": "nvidia", "folds": "mcore_prefix_tree"}
 MODEL = {
     "num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32,
@@ -131,16 +130,12 @@ def measure(engines: dict[str, Any], name: str, samples: Sequence[Sample], round
     steps: dict[str, Any] = {}
     for what, (run, supervised, expected) in STEPS.items():
         data = batch(samples, supervised=supervised)
-        seconds: dict[str, list[float]] = {way: [] for way in engines}
-        wall: dict[str, list[float]] = {way: [] for way in engines}
         answers: dict[str, list[float]] = {way: [] for way in engines}
-        for turn in range(rounds + 1):
-            for way in list(engines)[:: 1 if turn % 2 else -1]:
-                started, on_wall = time.process_time(), time.perf_counter()
-                answers[way].append(run(engines[way], data.clone()))
-                if turn:  # the first warms up
-                    seconds[way].append(time.process_time() - started)
-                    wall[way].append(time.perf_counter() - on_wall)
+
+        def once(way: str) -> None:
+            answers[way].append(run(engines[way], data.clone()))  # noqa: B023
+
+        seconds = in_turn({way: partial(once, way) for way in engines}, rounds, torch.device("cpu"))
         for first, second in zip(*answers.values(), strict=True):  # both engines have trained as often
             assert math.isclose(first, second, rel_tol=1e-5), (name, what, answers)
         report = unwrap_model(engines["folds"].module[-1]).folding.last
@@ -149,10 +144,9 @@ def measure(engines: dict[str, Any], name: str, samples: Sequence[Sample], round
         steps[what] = {
             "expected_speedup": report.expected_speedup.to_json()[expected],
             "seconds": seconds,
-            "wall_seconds": wall,
             "speedup": medians["stock"] / medians["folds"],
         }
-        print(name, what, medians, {key: steps[what][key] for key in ("speedup", "expected_speedup")}, flush=True)
+        print(name, what, medians, flush=True)
     return {
         "name": name, "logical_tokens": report.logical_tokens, "fold_ratio": report.fold_ratio, "steps": steps
     }  # fmt: skip

@@ -1,38 +1,55 @@
 #!/usr/bin/env python3
-"""Measure how far the slowest rank is above the lower bound: plans by cost, by tokens, by count, and Karmarkar-Karp.
+"""Measure the host's part on one core, with one sample per assistant turn of a file's conversations.
 
-    scripts/bench_plan.py ../shared/data/tau_bench_airline_gpt4o.jsonl --expand-turns
+    scripts/bench_plan.py ../shared/data/tau_bench_airline_gpt4o.jsonl
 
-In addition to the file itself, it plans several copies of the file, each with different tokens after the prompt that
-all samples share (a larger global batch of the same lengths and tree shapes), and difficult synthetic inputs. The same
-cost model judges all methods, after every rank has folded its samples, including each rank's repeated context.
+It writes plan.json, order.json and trie.json in benchmarks/results.
+
+plan: how far the slowest rank is above the lower bound, with plans by cost, by tokens, by count, and Karmarkar-Karp. In
+addition to the file itself, it plans several copies of the file, each with different tokens after the prompt that all
+samples share (a larger global batch of the same lengths and tree shapes), and difficult synthetic inputs. The same cost
+model judges all methods, after every rank has folded its samples, including each rank's repeated context.
+order: the fold ratio of training steps, with shuffled samples and with steps planned for folding.
+trie: the time from samples to a trie and to tensors. --areal FOLDER, or AREAL_PATH, has areal/models/tree_attn/tree.py
+(`pip download --no-deps areal`, unzipped), whose trie builder needs no dependencies.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import heapq
+import itertools
 import json
-import math
+import os
+import statistics
+import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
-from mcore_prefix_tree import Sample
+from mcore_prefix_tree import Sample, TreeMetadata, fold, trie
 from mcore_prefix_tree.bench.machine import describe_machine as machine
-from mcore_prefix_tree.data import load_tokenizer, read_samples
-from mcore_prefix_tree.plan import CostModel, ForestPlan, ModelWork, plan_step, report_plan
+from mcore_prefix_tree.data import LineOptions, iter_sample_groups, load_tokenizer
+from mcore_prefix_tree.data.batches import SampleOrder
+from mcore_prefix_tree.plan import CostModel, ForestPlan, ModelWork, plan_step, report_plan, report_steps
 from mcore_prefix_tree.plan.cuts import fewest_runs
 from mcore_prefix_tree.plan.pack import Leaves, first_scored
 from mcore_prefix_tree.trie import sort_samples
 from mcore_prefix_tree.utils.choices import OverBudget
 
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+PARTS = ("plan", "order", "trie")
+# Samples of a step.
+STEPS = (16, 24, 64, 256)
+# Functions of AReaL's trie builder.
+BUILDER = {"TrieNode", "_BuildNode", "_count_additional_nodes", "_insert_sequence", "_compress_trie"}
+BUILDER |= {"_greedy_build_tries"}
 # A 7B model: 32 layers of 4096, grouped queries, a vocabulary of 131,072.
 COST = CostModel.from_work(
     ModelWork.from_dimensions(
@@ -196,22 +213,12 @@ def judge(case: Case) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+")
-    parser.add_argument("--tokenizer", default="mistral-v7")
-    parser.add_argument("--expand-turns", action="store_true")
-    parser.add_argument("--max-tokens", type=int, default=32768)
-    parser.add_argument("--copies", type=int, default=16, help="copies of the file, for the larger global batch")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/plan.json"))
-    arguments = parser.parse_args()
-    samples = read_samples(
-        arguments.files, tokenizer=load_tokenizer(arguments.tokenizer), expand_turns=arguments.expand_turns
-    )
-    many = several_times(samples, arguments.copies)
+def plan_cases(samples: list[Sample], copies: int, max_tokens: int) -> dict[str, Any]:
+    """Return the figures of every input."""
+    many = several_times(samples, copies)
     cases = [
-        Case(name=name, samples=some, dp_size=dp_size, max_tokens=arguments.max_tokens)
-        for name, some in (("file", samples), (f"file x {arguments.copies}", many))
+        Case(name=name, samples=some, dp_size=dp_size, max_tokens=max_tokens)
+        for name, some in (("file", samples), (f"file x {copies}", many))
         for dp_size in (8, 64, 512)
     ]
     cases += [
@@ -227,23 +234,115 @@ def main() -> None:
     cases.append(Case(name="4,000 samples, carry", samples=answers, dp_size=8, max_tokens=4096, over_budget="carry"))
 
     results = [judge(case) for case in cases]
-    ways = list(results[0]["over_lower_bound"])
-    table = Table("input", "dp", "K", "samples", *ways, "plan, ms", box=None, title="slowest rank / lower bound")
-    for result in results:
-        ratios = [result["over_lower_bound"].get(way, math.nan) for way in ways]
-        table.add_row(
-            result["case"],
-            str(result["dp_size"]),
-            str(result["micro_batches"]["by cost"]),
-            f"{result['samples']:,}",
-            *("-" if math.isnan(ratio) else f"{ratio:.3f}" for ratio in ratios),
-            f"{result['plan_seconds'] * 1e3:,.0f}",
-        )
-    Console(width=140).print(table)
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(
-        json.dumps({"machine": machine(), "cost": vars(COST), "results": results}, indent=2) + "\n"
+    return {"cost": vars(COST), "results": results}
+
+
+def epochs(conversations: list[list[Sample]]) -> list[dict[str, Any]]:
+    """Return the fold ratio of an epoch's steps, and the seconds to draw the first epoch and another one.
+
+    Rollout engines write a conversation as one line, whose turns stay together in training, or as one line per turn.
+    """
+    turns = [[sample] for line in conversations for sample in line]
+    views = {"a line per conversation": conversations, "a line per turn": turns}
+    results = []
+    for (name, lines), step, order in itertools.product(views.items(), STEPS, ("shuffled", "folded")):
+        drawn, seconds = SampleOrder(lines, seed=1234, order=order, step=step), []
+        for epoch in range(2):
+            started = time.process_time()
+            drawn.take(epoch * drawn.per_epoch, step)
+            seconds.append(time.process_time() - started)
+        report = asdict(report_steps(drawn.first_epoch()))
+        results.append({"lines": name, "order": order, "step": step, "seconds": seconds, **report})
+    return results
+
+
+def host_times(samples: list[Sample], max_tokens: int, areal: str | None) -> dict[str, Any]:
+    """Return the milliseconds from samples to a trie, and to planned metadata; and those of AReaL's trie builder."""
+
+    def planned() -> None:
+        plan_step(samples, max_tokens=max_tokens, dp_size=8, cost_model=COST)
+        _ = TreeMetadata.from_layout(fold(samples)).segments
+
+    steps = {"trie": lambda: trie.build_trie(samples), "all four": planned}
+    layout = fold(samples)
+    logical, physical = layout.logical_tokens, layout.physical_tokens
+    found: dict[str, Any] = {"samples": len(samples), "logical_tokens": logical, "physical_tokens": physical}
+    found["median_ms"] = {name: milliseconds(run) for name, run in steps.items()}
+    if areal is not None:
+        builder, sequences = areal_builder(areal), [sample.tokens.tolist() for sample in samples]
+        started = time.perf_counter()
+        (tree,), _ = builder({"sequences": sequences}, logical)
+        found["areal_ms"] = (time.perf_counter() - started) * 1e3
+        assert sum(node.num_tokens for node in tree.nodes) == physical, "AReaL's trie differs"
+    return found
+
+
+def milliseconds(run: Callable[[], object]) -> float:
+    """Return the median of seven runs, after a first one."""
+    times = []
+    for _ in range(8):
+        started = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[1:]) * 1e3
+
+
+def areal_builder(folder: str) -> Callable[..., Any]:
+    """Return AReaL's greedy trie builder, compiled from its source file by itself: it needs no dependencies."""
+    source = Path(folder) / "areal/models/tree_attn/tree.py"
+    module = ast.parse(source.read_text())
+    module.body = [
+        node
+        for node in module.body
+        if (isinstance(node, ast.ImportFrom) and node.module == "__future__") or getattr(node, "name", "") in BUILDER
+    ]
+    for node in module.body:
+        if isinstance(node, ast.FunctionDef):
+            node.decorator_list = []  # their tracing
+    # dataclass looks up its classes' module by name, so the builder needs a module.
+    areal = types.ModuleType("areal_tree")
+    sys.modules[areal.__name__] = areal
+    vars(areal).update(
+        dataclass=dataclass,
+        field=field,
+        logger=types.SimpleNamespace(warning=print),
+        _extract_sequences=lambda data: data["sequences"],  # already lists: unpadding is not measured
     )
+    exec(compile(module, str(source), "exec"), vars(areal))
+    builder: Callable[..., Any] = vars(areal)["_greedy_build_tries"]
+    return builder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file")
+    parser.add_argument("--tokenizer", default="mistral-v7")
+    parser.add_argument("--only", choices=PARTS, action="append", help="measure only this; can be repeated")
+    parser.add_argument("--max-tokens", type=int, default=32768)
+    parser.add_argument("--copies", type=int, default=16, help="copies of the file, for the larger global batch")
+    parser.add_argument("--areal", metavar="FOLDER", default=os.environ.get("AREAL_PATH"), help="AReaL's sources")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the results")
+    arguments = parser.parse_args()
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # one core
+    options = LineOptions(tokenizer=load_tokenizer(arguments.tokenizer), expand_turns=True)
+    conversations = list(iter_sample_groups(arguments.file, options))
+    samples = [sample for line in conversations for sample in line]
+    for part in arguments.only or PARTS:
+        if part == "trie":
+            found = host_times(samples, arguments.max_tokens, arguments.areal)
+        elif part == "plan":
+            found = plan_cases(samples, arguments.copies, arguments.max_tokens)
+        else:
+            found = {
+                "samples": len(samples),
+                "logical_tokens": sum(map(len, samples)),
+                "fold_ratio": report_steps([samples]).fold_ratio.mean,
+                "results": epochs(conversations),
+            }
+        output = arguments.output / f"{part}.json"
+        output.write_text(json.dumps({"machine": machine(), **found}, indent=2) + "\n")
+        print(f"{output}: scripts/render_results.py writes its table")
 
 
 if __name__ == "__main__":

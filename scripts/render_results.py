@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from attention_bench.costs import costs_of
-from attention_bench.report import cells, columns, headline, lines_of
+from attention_bench.report import columns, costs_of, headline, lines_of
 from gpu_check_parts.sections import sections_of
 
 from mcore_prefix_tree.plan import Parts
@@ -124,7 +123,7 @@ def _seconds_and_memory(name: str, way: dict[str, Any] | None) -> str:
 
 
 def bench_trie_table(result: dict[str, Any]) -> str:
-    """Markdown for a result of scripts/bench_trie.py."""
+    """Markdown for the part trie of scripts/bench_plan.py."""
     peer, times = "", result["median_ms"]
     if result.get("areal_ms"):
         peer = f" AReaL's trie builder took {result['areal_ms']:,.0f} ms for the same samples in the same run."
@@ -138,7 +137,7 @@ def bench_trie_table(result: dict[str, Any]) -> str:
 
 
 def bench_plan_table(result: dict[str, Any]) -> str:
-    """Markdown for a result of scripts/bench_plan.py."""
+    """Markdown for the part plan of scripts/bench_plan.py."""
     ways, rows = list(result["results"][0]["over_lower_bound"]), []
     for row in result["results"]:
         ratios = (row["over_lower_bound"].get(way) for way in ways)
@@ -150,7 +149,7 @@ def bench_plan_table(result: dict[str, Any]) -> str:
 
 
 def bench_order_table(result: dict[str, Any]) -> str:
-    """Markdown for a result of scripts/bench_order.py."""
+    """Markdown for the part order of scripts/bench_plan.py."""
     found = {(row["lines"], row["step"], row["order"]): row for row in result["results"]}
     rows = []
     for name, step in dict.fromkeys((lines, step) for lines, step, _ in found):
@@ -174,7 +173,7 @@ def _of_ranks(ranks: Iterable[int]) -> str:
 
 
 def verl_dealing_table(result: dict[str, Any]) -> str:
-    """Markdown for a result of benchmarks/verl_dealing.py."""
+    """Markdown for a result of benchmarks/dealing.py verl."""
     ranks = sorted({row["ranks"] for row in result["results"]})
     cells = {
         (row["prompt"], row["answer"], dealt, row["updates"], row["ranks"]): row[dealt]
@@ -208,7 +207,7 @@ def verl_dealing_table(result: dict[str, Any]) -> str:
 
 
 def slime_dealing_table(result: dict[str, Any]) -> str:
-    """Markdown for a result of benchmarks/slime_dealing.py."""
+    """Markdown for a result of benchmarks/dealing.py slime."""
     ranks = sorted({row["ranks"] for row in result["workloads"][0]["results"]})
     rows = []
     for workload in result["workloads"]:
@@ -226,7 +225,7 @@ def slime_dealing_table(result: dict[str, Any]) -> str:
 
 
 def bench_head_tables(result: dict[str, Any]) -> str:
-    """Markdown for a result of scripts/bench_head.py: one table per case."""
+    """Markdown for a result of the part head: one table per case."""
     dtype = result["dtype"].removeprefix("torch.")
     paragraphs = [f"{device_of(result['machine'])}, torch {result['machine']['torch']}, {dtype}."]
     for case in result["cases"]:
@@ -248,7 +247,7 @@ def _head_row(name: str, way: dict[str, Any], unfused: Sequence[float]) -> tuple
 
 
 def bench_kept_tables(result: dict[str, Any]) -> str:
-    """Markdown for a result of scripts/bench_head.py: kept sets next to the whole vocabulary."""
+    """Markdown for a result of the part head: kept sets next to the whole vocabulary."""
     shown = ("unfused", "fused, any loss")
     cases = [
         case | {"ways": {name: way for name, way in case["ways"].items() if name in shown or name.endswith(" kept")}}
@@ -258,7 +257,7 @@ def bench_kept_tables(result: dict[str, Any]) -> str:
 
 
 def attention_tables(result: dict[str, Any]) -> str:
-    """Markdown for a result of scripts/bench_attention.py: one table per workload."""
+    """Markdown for a result of the part attention: one table per workload."""
     machine, settings, ceilings = result["machine"], result["settings"], result["ceilings"]
     name = machine["cpu"] if settings["device"] == "cpu" else machine["device"]
     paragraphs = [
@@ -268,9 +267,8 @@ def attention_tables(result: dict[str, Any]) -> str:
     ]
     headings = columns(result)
     for workload in result["workloads"]:
-        rows = (cells(line, result) for line in lines_of(workload, result))
         alignment = "ll" + "r" * (len(headings) - 2)
-        paragraphs += [f"**{headline(workload)}**", table(alignment, " | ".join(headings), rows)]
+        paragraphs += [f"**{headline(workload)}**", table(alignment, " | ".join(headings), lines_of(workload, result))]
     return "\n\n".join(paragraphs)
 
 

@@ -14,7 +14,7 @@ from mcore_prefix_tree.utils.versions import installed_version_of
 # Packages whose version can move a figure.
 _PACKAGES = (
     "torch", "triton", "megatron-core", "transformer-engine", "flash-attn", "flash-attn-3", "flash-attn-4",
-    "areal", "prefix-grouper", "liger-kernel", "numpy",
+    "liger-kernel", "numpy",
 )  # fmt: skip
 
 

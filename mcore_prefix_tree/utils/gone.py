@@ -14,7 +14,7 @@ GONE = {
     "objective.options.teachers": "teachers are added with teacher_weights",
     "objective.options.score_sharpness": "teachers are added with teacher_weights",
     "--sparse": "projections are written as matrices; sparse .pt files are still read",
-    "bench attention": "measure on a GPU with scripts/bench_attention.py of the repository",
+    "bench attention": "measure on a GPU with scripts/gpu_check of the repository",
 }
 
 

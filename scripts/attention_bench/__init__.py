@@ -1,1 +1,1 @@
-"""The attention benchmark: our back-ends, stock alternatives and other projects' kernels on the same forests."""
+"""The attention benchmark: our back-ends and stock alternatives on the same forests."""

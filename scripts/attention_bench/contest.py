@@ -1,23 +1,19 @@
-"""Run contestants on the same tensors: each is warmed up and compared with the first, then all are timed in turn.
-
-Legend: T tokens, H query heads, K key/value heads, D head_dim, W value head_dim.
-"""
+"""Run contestants on the same tensors: each is warmed up and compared with the first, then all are timed in turn."""
 
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from attention_bench.clock import seconds_of, wait_for
 from attention_bench.contestants import Contestant
-from attention_bench.memory import misfit, parts_that_fit
-from attention_bench.settings import Row, Settings
+from attention_bench.settings import Settings, misfit, parts_that_fit
 from attention_bench.workloads import Workload, chains
 from mcore_prefix_tree.attention.tile_blocks import BlockPlan, visible_pairs
 from mcore_prefix_tree.metadata import TreeMetadata
@@ -25,23 +21,69 @@ from mcore_prefix_tree.utils.memory import PeakMemory, available_bytes
 
 T = TypeVar("T")
 
-# Start of the reason if a method should have run but failed.
-FAILED = "failed"
-
 # Of the norm. Sound 16-bit kernels are within 4e-3 of each other; the speed of a wrong result means nothing.
 LARGEST_DIFFERENCE = 5e-2
 # Numbers of a result that are compared at a time.
 _ROWS_AT_ONCE = 8192
+# Two milliseconds of a GPU at 2 GHz.
+_HEAD_START_CYCLES = 4_000_000
+# Size of the work that measures the ceilings.
+_REPEATS = 5
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a GPU has finished all queued work; return at once for other devices."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds_of(run: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of one run on the device: by events on a GPU, by the clock on a CPU."""
+    if device.type != "cuda":
+        started = time.perf_counter()
+        run()
+        return time.perf_counter() - started
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    # On an idle stream `begin` would be over before the host has launched anything, and the time would be that of the
+    # launches. So the GPU sleeps first, while the host gets ahead: the work after `begin` runs back to back. If the
+    # host needs longer than this to launch the work, the time includes the rest of its launches.
+    torch.cuda._sleep(_HEAD_START_CYCLES)
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    milliseconds: float = begin.elapsed_time(end)
+    return milliseconds / 1e3
+
+
+def measure_ceilings(device: torch.device, dtype: torch.dtype, *, small: bool = False) -> dict[str, float]:
+    """Return the best rate of a matrix product and the median of a copy, whose bytes are read and written.
+
+    They use random numbers, because zeros take less power and less time. ``small`` work has meaningless rates.
+    """
+    size, count = (64, 1 << 12) if small else (8192, 1 << 30) if device.type == "cuda" else (1024, 1 << 24)
+    one, other = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    numbers = torch.randn(count, device=device, dtype=torch.float32)
+    copy = torch.empty_like(numbers)
+
+    def product() -> None:
+        torch.mm(one, other)
+
+    def copying() -> None:
+        copy.copy_(numbers)
+
+    product()
+    copying()
+    seconds = [[seconds_of(run, device) for _ in range(_REPEATS)] for run in (product, copying)]
+    return {
+        "matrix_tflops": 2 * size**3 / min(seconds[0]) / 1e12,
+        "copy_gbytes": 2 * numbers.nbytes / statistics.median(seconds[1]) / 1e9,
+    }
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TimedMetadata(TreeMetadata):
-    """Metadata that records the time to build each plan derived from it.
-
-    Attributes:
-        build_seconds: seconds of each plan, without the plans that it derived in turn.
-        open_builds: names of the plans that are being built.
-    """
+    """Metadata that records the time to build each plan derived from it, with the plans that it derives in turn."""
 
     build_seconds: list[float] = field(default_factory=list)
     open_builds: list[str] = field(default_factory=list)
@@ -52,7 +94,7 @@ class TimedMetadata(TreeMetadata):
         return cls(**{name: getattr(metadata, name) for name in TreeMetadata.__dataclass_fields__ if name != "cache"})
 
     def derived(self, name: str, build: Callable[[TreeMetadata], T]) -> T:
-        """Contest on a clock that waits for the device."""
+        """Build a plan on a clock that waits for the device."""
         if name in self.cache or self.open_builds:
             return super().derived(name, build)
         self.open_builds.append(name)
@@ -121,36 +163,29 @@ class Runner:
     def _append_forward(self, out: list[torch.Tensor], part: LayoutPart) -> None:
         out.append(self._forward(part))
 
-    def row(self) -> Row:
-        """Return the results so far."""
+    def row(self) -> dict[str, Any]:
+        """Return the results so far; ``peak_bytes`` and ``difference`` are those of the first part."""
         plans = [plan for part in self.parts for plan in part.metadata.cache.values() if isinstance(plan, BlockPlan)]
-        return Row(
-            method=self.contestant.method,
-            layout=self.contestant.layout,
-            deterministic=self.contestant.options.deterministic,
-            tokens=sum(part.metadata.num_tokens for part in self.parts),
-            pairs=sum(visible_pairs(part.metadata) for part in self.parts),
-            forward_seconds=list(self.forward_seconds),
-            backward_seconds=list(self.backward_seconds),
-            metadata_seconds=self.metadata_seconds,
-            peak_bytes=self.peak_bytes,
-            tile_efficiency={f"{plan.query_block}x{plan.key_block}": plan.efficiency for plan in plans},
-            difference=self.difference,
-            parts=len(self.parts),
-        )
+        return {
+            "name": self.contestant.method,
+            "layout": self.contestant.layout,
+            "deterministic": self.contestant.options.deterministic,
+            "tokens": sum(part.metadata.num_tokens for part in self.parts),
+            "pairs": sum(visible_pairs(part.metadata) for part in self.parts),
+            "forward_seconds": list(self.forward_seconds),
+            "backward_seconds": list(self.backward_seconds),
+            "metadata_seconds": self.metadata_seconds,
+            "peak_bytes": self.peak_bytes,
+            "tile_efficiency": {f"{plan.query_block}x{plan.key_block}": plan.efficiency for plan in plans},
+            "difference": self.difference,
+            "parts": len(self.parts),
+        }
 
 
 class Contest:
-    """One workload's contestants on the same tensors. A failure does not affect the others.
-
-    Attributes:
-        runners: contestants that have not failed.
-        missing: method, layout and reason of the others.
-    """
+    """One workload's contestants on the same tensors."""
 
     def __init__(self, workload: Workload, settings: Settings) -> None:
-        self.runners: list[Runner] = []
-        self.missing: list[dict[str, str]] = []
         self.workload = workload
         self._settings = settings
         self._layouts: dict[str, list[LayoutPart]] = {}
@@ -161,38 +196,14 @@ class Contest:
         self._difference(Runner(contestant, self._layout(contestant.layout)))
 
     def warm_up(self, contestant: Contestant) -> Runner | str:
-        """Warm a contestant up and compare it with the yardstick, else with the first that was right on its layout.
-
-        Returns:
-            The runner, or why the contestant cannot be measured.
-        """
-        if contestant.refusal is not None:
-            return contestant.refusal
+        """Return the runner, or why its result is wrong: compared with the yardstick, else with the first right one."""
         runner = Runner(contestant, self._layout(contestant.layout))
         runner.difference = self._difference(runner)
         if not math.isfinite(runner.difference):
-            return f"{FAILED}: its result is not finite"
+            return "its result is not finite"
         if runner.difference > LARGEST_DIFFERENCE:
-            return f"{FAILED}: its result differs from the first on this layout by {runner.difference:.1e} of the norm"
+            return f"its result differs from the first on this layout by {runner.difference:.1e} of the norm"
         return runner
-
-    def enter(self, contestant: Contestant) -> None:
-        """Warm a contestant up, and keep it if its result is right."""
-
-        def warmed_up() -> str | None:
-            found = self.warm_up(contestant)
-            if isinstance(found, str):
-                return found
-            self.runners.append(found)
-            return None
-
-        self._note(contestant, why_not(warmed_up))
-
-    def run(self, rounds: int) -> None:
-        """Time all runners in turn, so that a drift of the machine's speed affects all of them."""
-        self.forget_results()
-        for _ in range(rounds):
-            self.runners = [runner for runner in self.runners if self._note(runner.contestant, why_not(runner.run))]
 
     def forget_results(self) -> None:
         """Free the results that contestants were compared with."""
@@ -226,28 +237,9 @@ class Contest:
             self._first.setdefault(layout, results)
         return found
 
-    def _note(self, contestant: Contestant, reason: str | None) -> bool:
-        """Return whether a contestant can run; otherwise keep the reason."""
-        if reason is not None:
-            self.missing.append({"method": contestant.method, "layout": contestant.layout, "reason": reason})
-        return reason is None
-
 
 class NoRoomError(ValueError):
-    """A layout does not fit the device's memory by the estimate of :mod:`attention_bench.memory`."""
-
-
-def why_not(run: Callable[[], object]) -> str | None:
-    """Return why ``run`` failed: its result, if that is text, or its error."""
-    try:
-        said = run()
-    except torch.OutOfMemoryError:
-        return "out of memory"
-    except NoRoomError as error:
-        return str(error)
-    except Exception as error:
-        return f"{FAILED}: {type(error).__name__}: {' '.join(str(error).split())}"
-    return said if isinstance(said, str) else None
+    """A layout does not fit the device's memory by the estimate of :func:`misfit`."""
 
 
 def _inputs(size: int, settings: Settings) -> list[torch.Tensor]:

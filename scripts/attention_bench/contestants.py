@@ -1,21 +1,18 @@
-"""Contestants of the attention benchmark with one interface: back-ends, stock kernels, peers.
-
-Legend: P tokens of a layout, H query heads, K key/value heads, D head_dim, W value head_dim.
-"""
+"""Contestants of the attention benchmark with one interface: back-ends and stock kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
-from attention_bench.peers import PEERS, Attention
 from mcore_prefix_tree.attention import BACKENDS, AttentionOptions, Case
 from mcore_prefix_tree.attention.api import load_backend
 from mcore_prefix_tree.metadata import TreeMetadata
 
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, TreeMetadata, AttentionOptions], torch.Tensor]
 # tree: the forest, folded. unfolded: every sample by itself, in one packed batch. dense: one causal sequence with as
 # many visible pairs as the forest.
 Layout = Literal["tree", "unfolded", "dense"]
@@ -28,15 +25,7 @@ _LARGEST_DENSE_BYTES = 1 << 28
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Contestant:
-    """One method on one layout.
-
-    Attributes:
-        method: name of the method.
-        layout: layout that it computes.
-        options: options of the call.
-        attention: function with the arguments of a back-end.
-        refusal: why it cannot run, or None.
-    """
+    """One method on one layout; ``refusal`` is the reason why it cannot run."""
 
     method: str
     layout: Layout
@@ -46,13 +35,7 @@ class Contestant:
 
 
 def contestants(forest: TreeMetadata, case: Case) -> Iterator[Contestant]:
-    """Return all methods except :func:`peers` on their layouts; methods that cannot run have a refusal.
-
-    Args:
-        forest: the folded forest.
-        case: case of the calls. On a GPU, methods with two backwards are measured with both values of
-            ``deterministic``.
-    """
+    """Return all methods on their layouts; on a GPU, those with two backwards for both values of ``deterministic``."""
     modes = [True, False] if case.device.type == "cuda" else [True]
     for options in (replace(case.options, deterministic=deterministic) for deterministic in modes):
         asked = replace(case, options=options)
@@ -68,14 +51,6 @@ def contestants(forest: TreeMetadata, case: Case) -> Iterator[Contestant]:
         yield _one("FlashAttention-4", layout, fastest.options, _causal_fa4, refusal)
         if case.device.type == "cpu":  # without sharing, the cascade is one call of torch's kernel
             yield _one("torch on the CPU", layout, case.options, cascade.attention, cascade.refusal(case))
-
-
-def peers(forest: TreeMetadata, case: Case) -> Iterator[Contestant]:
-    """Return other projects' attention on the same forest, as :func:`contestants` does."""
-    fastest = replace(case, options=replace(case.options, deterministic=False))
-    for name, peer in PEERS.items():
-        refusal = peer.refusal(fastest) or peer.misfit(forest)
-        yield _one(name, "tree", fastest.options, peer.attention, refusal)
 
 
 def _one(method: str, layout: Any, options: AttentionOptions, attention: Attention, refusal: str | None) -> Contestant:

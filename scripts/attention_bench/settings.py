@@ -1,31 +1,24 @@
-"""Settings of the attention benchmark, and one row of its result.
-
-Legend: T tokens, H query heads, K key/value heads, D head_dim, W value head_dim.
-"""
+"""Settings of the attention benchmark, and an estimate of a call's memory, so that none starts that would not fit."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from mcore_prefix_tree.attention import AttentionOptions, Case
+from mcore_prefix_tree.attention.parity import MOST_NUMBERS
+
+# Usable share of the free memory: allocators round up, and kernels need workspaces.
+_SHARE = 0.85
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of a measurement.
-
-    Attributes:
-        heads: H.
-        kv_heads: K.
-        head_dim: D.
-        value_dim: W.
-        dtype: name of a torch dtype.
-        device: ``cuda`` or ``cpu``.
-        repeats: timed rounds, in each of which every method runs once.
-    """
+    """Settings of a measurement; in each of ``repeats`` rounds every method runs once."""
 
     heads: int
     kv_heads: int
@@ -52,39 +45,37 @@ class Settings:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One method on one layout of one workload.
+def bytes_per_token(settings: Settings) -> int:
+    """Return the bytes per token in forward and backward of the method that needs the most memory.
 
-    Attributes:
-        method: its name.
-        layout: ``tree``, ``unfolded`` or ``dense``.
-        deterministic: whether the deterministic mode was requested.
-        tokens: tokens of the layout.
-        pairs: visible pairs of the layout.
-        forward_seconds, backward_seconds: seconds of each round.
-        metadata_seconds: seconds for plans that are derived from a micro-batch once and shared by its layers.
-        peak_bytes: peak of forward and backward in addition to the inputs; None if it is unknown.
-        tile_efficiency: visible pairs over visited ones, by block size, of methods that visit blocks of our lists.
-        difference: largest relative difference in the norm of out, dQ, dK and dV from the first method on the layout.
-        parts: number of consecutive calls per round, if the batch does not fit the memory; ``peak_bytes`` and
-            ``difference`` are those of the first call.
+    Counts inputs and a gradient; results, and those that they are compared with; dQ in fp32, and dK and dV for every
+    query head, as in FlashAttention-2 with grouped heads; a log-sum-exp and a sum in fp32 for each head.
     """
+    heads, kv_heads = settings.heads, settings.kv_heads
+    width = settings.head_dim + settings.value_dim
+    tensors = (heads + kv_heads) * width * settings.case.dtype.itemsize
+    return 3 * tensors + 4 * heads * settings.head_dim + heads * width * settings.case.dtype.itemsize + 8 * heads
 
-    method: str
-    layout: str
-    deterministic: bool
-    tokens: int
-    pairs: int
-    forward_seconds: list[float]
-    backward_seconds: list[float]
-    metadata_seconds: float
-    peak_bytes: int | None
-    tile_efficiency: dict[str, float]
-    difference: float
-    parts: int = 1
 
-    @property
-    def seconds(self) -> list[float]:
-        """Forward and backward of each round."""
-        return [sum(both) for both in zip(self.forward_seconds, self.backward_seconds, strict=True)]
+def misfit(tokens: int, settings: Settings, free_bytes: int) -> str | None:
+    """Return why a layout of so many tokens does not fit, or None."""
+    needed = tokens * bytes_per_token(settings)
+    if needed <= _SHARE * free_bytes:
+        return None
+    return f"it would need about {needed / 2**30:.0f} GiB, and {free_bytes / 2**30:.0f} GiB are free"
+
+
+def parts_that_fit(lens: npt.NDArray[np.int64], settings: Settings, free_bytes: int) -> list[npt.NDArray[np.int64]]:
+    """Divide sequences that share nothing into the fewest consecutive parts that fit the memory and the kernels.
+
+    A sequence that does not fit by itself is a part too.
+    """
+    numbers = settings.heads * max(settings.head_dim, settings.value_dim)
+    most = max(1, min(int(_SHARE * free_bytes) // bytes_per_token(settings), MOST_NUMBERS // numbers))
+    count = -(-int(lens.sum()) // most)
+    while True:
+        # Nearly equal parts, so that none is too small to fill a GPU.
+        parts = [part for part in np.array_split(lens, min(count, len(lens))) if len(part)]
+        if count >= len(lens) or all(part.sum() <= most for part in parts):
+            return parts
+        count += 1

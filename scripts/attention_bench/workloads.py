@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -21,19 +22,12 @@ from mcore_prefix_tree.sample import Sample
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Workload:
-    """A forest, and the lengths of its unfolded samples.
-
-    Attributes:
-        name: name in the results.
-        cu_node_lens: ``[N + 1]``, flat borders of the nodes, in depth-first pre-order.
-        node_parent: ``[N]``.
-        sample_lens: ``[S]``, tokens of every sample.
-    """
+    """A forest, and the lengths of its unfolded samples."""
 
     name: str
-    cu_node_lens: npt.NDArray[np.int64]
-    node_parent: npt.NDArray[np.int64]
-    sample_lens: npt.NDArray[np.int64]
+    cu_node_lens: npt.NDArray[np.int64]  # [N + 1], flat borders of the nodes, in depth-first pre-order
+    node_parent: npt.NDArray[np.int64]  # [N]
+    sample_lens: npt.NDArray[np.int64]  # [S], tokens of every sample
 
     def folded(self, device: torch.device) -> TreeMetadata:
         """Metadata of the forest."""
@@ -85,11 +79,7 @@ def _binary(name: str, nodes: int, length: int) -> Workload:
 
 
 def standard_workloads(scale: float = 1.0) -> list[Workload]:
-    """Five trees and a batch without sharing.
-
-    Args:
-        scale: factor on all lengths, so that a CPU can run them; the number of nodes does not change.
-    """
+    """Five trees and a batch without sharing. ``scale`` is a factor on all lengths, so that a CPU can run them."""
 
     def scaled(length: float) -> int:
         return max(1, round(length * scale))
@@ -111,11 +101,7 @@ def standard_workloads(scale: float = 1.0) -> list[Workload]:
 
 
 def workload_of_samples(name: str, samples: Sequence[Sample], *, max_tokens: int) -> Workload:
-    """The first micro-batch of a step that takes all samples.
-
-    Raises:
-        BudgetError: a sample is longer than ``max_tokens``.
-    """
+    """The first micro-batch of a step that takes all samples."""
     first = plan_step(samples, max_tokens=max_tokens, dp_size=1).micro_batches[0][0]
     chosen = [samples[index] for index in first]
     layout = fold(chosen)
@@ -125,3 +111,12 @@ def workload_of_samples(name: str, samples: Sequence[Sample], *, max_tokens: int
         node_parent=layout.node_parent.astype(np.int64),
         sample_lens=np.array([len(sample) for sample in chosen]),
     )
+
+
+def workloads_of_file(path: str, max_tokens: int = 32768) -> list[Workload]:
+    """Two views of a file of samples: its records as one sample each, and as one sample per assistant turn."""
+    from mcore_prefix_tree.cli.samples import SampleOptions
+
+    stem, views = Path(path).name.partition(".")[0], {"whole lines": False, "a sample per turn": True}
+    read = {view: SampleOptions(files=[path], expand_turns=expand).read().all for view, expand in views.items()}
+    return [workload_of_samples(f"{stem}, {view}", read[view], max_tokens=max_tokens) for view in views]

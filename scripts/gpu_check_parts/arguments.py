@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,8 +41,3 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
         smoke=found.smoke, repeats=found.repeats, workloads=tuple(found.workload or ()), data=found.data
     )
     return found
-
-
-def missing_programs(programs: Sequence[str]) -> list[str]:
-    """Return the executables that are not on the path."""
-    return [program for program in programs if shutil.which(program) is None]

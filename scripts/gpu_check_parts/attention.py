@@ -1,4 +1,4 @@
-"""Parts ``attention`` and ``workloads``: the methods of ``scripts/bench_attention.py`` on the same forests.
+"""Parts ``attention`` and ``workloads``: every attention method on the same forests.
 
 A row has the seconds of every round. It is sent after its first round and again after each further one, in which all
 methods of a forest run in turn.
@@ -6,18 +6,16 @@ methods of a forest run in turn.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import torch
-from attention_bench.clock import measure_ceilings
-from attention_bench.contest import FAILED as METHOD_FAILED
-from attention_bench.contest import Contest, NoRoomError, Runner
-from attention_bench.contestants import Contestant, contestants, peers
+from attention_bench.contest import Contest, NoRoomError, Runner, measure_ceilings
+from attention_bench.contestants import Contestant, contestants
 from attention_bench.settings import Settings
-from attention_bench.workloads import Workload, standard_workloads
+from attention_bench.workloads import Workload, standard_workloads, workloads_of_file
 
 from gpu_check_parts.context import Context
 from gpu_check_parts.results import FAILED, Key
@@ -42,6 +40,17 @@ SMOKE_SCALE = 0.004
 _HOST = torch.device("cpu")
 
 
+def run_first(context: Context) -> None:
+    """Measure the most important methods on two forests."""
+    workloads = [one for one in workloads_of(context) if one.name.startswith(FIRST)]
+    run_workloads(context, settings_of(context), workloads, first=True)
+
+
+def run_rest(context: Context) -> None:
+    """Measure all methods on all forests, except those that are already measured."""
+    run_workloads(context, settings_of(context), workloads_of(context))
+
+
 def settings_of(context: Context) -> Settings:
     """Return the shape of heads that is measured."""
     small = context.options.smoke
@@ -56,36 +65,23 @@ def settings_of(context: Context) -> Settings:
     )
 
 
-def workloads_of(context: Context) -> list[Workload]:
-    """Return the requested forests."""
-    found = standard_workloads(SMOKE_SCALE if context.options.smoke else 1.0)
+def workloads_of(context: Context, scale: float = 1.0) -> list[Workload]:
+    """Return the requested forests; ``scale`` is a factor on the lengths of the standard ones."""
+    found = standard_workloads(SMOKE_SCALE if context.options.smoke else scale)
     if context.options.data is not None:
-        from bench_attention import workloads_of_file
-
-        found += workloads_of_file(context.options.data, None, 32768)
+        found += workloads_of_file(context.options.data)
     return [one for one in found if context.options.wants(one.name)]
 
 
-def run_first(context: Context) -> None:
-    """Measure the most important methods on two forests."""
-    settings = settings_of(context)
+def run_workloads(context: Context, settings: Settings, workloads: Sequence[Workload], *, first: bool = False) -> None:
+    """Measure methods on forests: all, or with ``first`` those of :data:`PRIORITY`."""
     measure_the_ceilings(context, settings)
-    for workload in workloads_of(context):
-        if workload.name.startswith(FIRST):
-            _run_workload(context, settings, workload, first=True)
-
-
-def run_rest(context: Context) -> None:
-    """Measure all methods on all forests, except those that are already measured. Peers come last."""
-    settings = settings_of(context)
-    measure_the_ceilings(context, settings)
-    for workload in workloads_of(context):
-        _run_workload(context, settings, workload, first=False)
-    for workload in workloads_of(context):
-        entered = [
-            (context.key(workload.name, *_name_of(one)), one) for one in peers(workload.folded(_HOST), settings.case)
-        ]
-        _measure(context, settings, workload, entered)
+    for workload in workloads:
+        forest = workload.folded(_HOST)
+        key, used = context.key(workload.name, "shape"), context.used(nodes=forest.num_nodes, tokens=forest.num_tokens)
+        if not context.is_done(key, used):
+            context.measure(key, used, partial(_shape_of, workload))
+        _measure(context, settings, workload, in_order(contestants(forest, settings.case), settings, first=first))
 
 
 def measure_the_ceilings(context: Context, settings: Settings) -> None:
@@ -94,29 +90,19 @@ def measure_the_ceilings(context: Context, settings: Settings) -> None:
 
     def ceilings() -> dict[str, Any]:
         found = measure_ceilings(settings.case.device, settings.case.dtype, small=context.options.smoke)
-        shown = f"{found.matrix_tflops:.0f} TFLOP/s, {found.copy_gbytes:,.0f} GB/s"
-        return {**asdict(found), "shown": shown}
+        return found | {"shown": "{matrix_tflops:.3g} TFLOP/s, {copy_gbytes:,.0f} GB/s".format(**found)}
 
     if not context.is_done(key, used):
         context.measure(key, used, ceilings)
 
 
-def in_order(entered: Iterable[Contestant], *, first: bool) -> list[Contestant]:
+def in_order(entered: Iterable[Contestant], settings: Settings, *, first: bool = False) -> list[Contestant]:
     """Return the contestants to measure, the most valuable first; with ``first`` only those of :data:`PRIORITY`."""
     places = {pair: place for place, pair in enumerate(PRIORITY)}
-    kept = [one for one in entered if one.method not in NEVER]
+    kept = [one for one in entered if settings.device == "cpu" or one.method not in NEVER]
     if first:
         kept = [one for one in kept if (one.method, one.layout) in places]
     return sorted(kept, key=lambda one: places.get((one.method, one.layout), len(places)))
-
-
-def _run_workload(context: Context, settings: Settings, workload: Workload, *, first: bool) -> None:
-    forest = workload.folded(_HOST)
-    key, used = context.key(workload.name, "shape"), context.used(nodes=forest.num_nodes, tokens=forest.num_tokens)
-    if not context.is_done(key, used):
-        context.measure(key, used, partial(_shape_of, workload))
-    chosen = in_order(contestants(forest, settings.case), first=first)
-    _measure(context, settings, workload, [(context.key(workload.name, *_name_of(one)), one) for one in chosen])
 
 
 def _shape_of(workload: Workload) -> dict[str, Any]:
@@ -132,18 +118,18 @@ def _shape_of(workload: Workload) -> dict[str, Any]:
     }
 
 
-def _name_of(contestant: Contestant) -> tuple[str, str]:
-    mode = "deterministic" if contestant.options.deterministic else "any order"
-    return f"{contestant.method}, {contestant.layout}", mode
+def _key_of(context: Context, workload: Workload, one: Contestant) -> Key:
+    mode = "deterministic" if one.options.deterministic else "any order"
+    return context.key(workload.name, f"{one.method}, {one.layout}", mode)
 
 
-def _measure(context: Context, settings: Settings, workload: Workload, entered: list[tuple[Key, Contestant]]) -> None:
+def _measure(context: Context, settings: Settings, workload: Workload, entered: Iterable[Contestant]) -> None:
     """Measure contestants on one forest: each runs a first round, then all run in turn."""
     contest = Contest(workload, settings)
     running: list[tuple[Key, dict[str, str], Runner]] = []
     compared: set[str] = set()
-    for key, one in entered:
-        used = _used(context, settings, one)
+    for one in entered:
+        key, used = _key_of(context, workload, one), _used(context, settings, one)
         also = {"layout": one.layout, "deterministic": one.options.deterministic, "name": one.method}
         if context.is_done(key, used):
             continue
@@ -152,7 +138,7 @@ def _measure(context: Context, settings: Settings, workload: Workload, entered: 
             continue
         if one.layout not in compared:
             compared.add(one.layout)
-            _set_yardstick(context, settings, contest, entered, one)
+            _set_yardstick(context, settings, contest, one.layout)
 
         def enter(one: Contestant = one, key: Key = key, used: dict[str, str] = used) -> dict[str, Any] | str:
             try:
@@ -160,7 +146,7 @@ def _measure(context: Context, settings: Settings, workload: Workload, entered: 
             except NoRoomError as error:
                 return str(error)
             if isinstance(found, str):
-                return {FAILED: found} if found.startswith(METHOD_FAILED) else found
+                return {FAILED: found}
             found.run()
             running.append((key, used, found))
             return _row(found, settings)
@@ -176,7 +162,8 @@ def _measure(context: Context, settings: Settings, workload: Workload, entered: 
                 runner.run()
                 return _row(runner, settings)
 
-            if not context.measure(key, used, again):
+            also = {"layout": runner.contestant.layout, "name": runner.contestant.method}
+            if not context.measure(key, used, again, also=also):
                 running.remove((key, used, runner))
 
 
@@ -185,26 +172,17 @@ def _used(context: Context, settings: Settings, one: Contestant) -> dict[str, st
     return context.used(*packages_of(one.method), sources=sources_of(one.method), heads=shape, rounds=settings.repeats)
 
 
-def _set_yardstick(
-    context: Context, settings: Settings, contest: Contest, entered: list[tuple[Key, Contestant]], one: Contestant
-) -> None:
-    """Compare with the first method on this layout, if it was measured before this process or is not an entrant."""
-    done = (
-        other
-        for key, other in entered
-        if other.layout == one.layout
-        and other.refusal is None
-        and key not in context.skip
-        and context.is_done(key, _used(context, settings, other))
-    )
-    yardstick = next(done, None)
-    if yardstick is None and one.layout == "tree":
-        candidates = contestants(contest.workload.folded(_HOST), settings.case)
-        yardstick = next((other for other in in_order(candidates, first=True) if other.refusal is None), None)
-    if yardstick is not None and (yardstick.method, yardstick.layout) != (one.method, one.layout):
-        key = context.key("machine", "yardstick", f"{yardstick.method}, {yardstick.layout}")
+def _set_yardstick(context: Context, settings: Settings, contest: Contest, layout: str) -> None:
+    """Compare with the first method on this layout that was measured before, if there is one."""
+    forest = contest.workload.folded(_HOST)
+    for one in in_order(contestants(forest, settings.case), settings):
+        key = _key_of(context, contest.workload, one)
+        if one.layout != layout or key in context.skip or not context.is_done(key, _used(context, settings, one)):
+            continue
+        key = context.key("machine", "yardstick", f"{one.method}, {layout}")
         if key not in context.skip:
-            context.measure(key, {}, lambda: _warmed(contest, yardstick))
+            context.measure(key, {}, partial(_warmed, contest, one))
+        return
 
 
 def _warmed(contest: Contest, yardstick: Contestant) -> dict[str, Any]:
@@ -213,8 +191,7 @@ def _warmed(contest: Contest, yardstick: Contestant) -> dict[str, Any]:
 
 
 def _row(runner: Runner, settings: Settings) -> dict[str, Any]:
-    row = asdict(runner.row())
-    row["name"] = row.pop("method")  # the key's method names the layout too
+    row = runner.row()
     seconds = sorted(map(sum, zip(row["forward_seconds"], row["backward_seconds"], strict=True)))
     row["settings"] = asdict(settings)
     row["shown"] = f"{seconds[len(seconds) // 2] * 1e3:.2f} ms, {len(seconds)} of {settings.repeats} rounds"

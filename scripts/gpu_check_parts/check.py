@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from gpu_check_parts.arguments import RESULTS, missing_programs, parse
+from gpu_check_parts.arguments import RESULTS, parse
 from gpu_check_parts.children import End, PartRun
 from gpu_check_parts.context import ROOT
 from gpu_check_parts.registry import Part
@@ -69,7 +70,7 @@ def plan(parts: Sequence[Part], missing: dict[str, str]) -> list[tuple[Part, str
     found = []
     for part in parts:
         absent = [f"{name} ({missing[name]})" for name in part.imports if name in missing]
-        absent += [f"{name} (not on the path)" for name in missing_programs(part.programs)]
+        absent += [f"{name} (not on the path)" for name in part.programs if shutil.which(name) is None]
         found.append((part, "missing: " + "; ".join(absent) if absent else ""))
     return found
 
@@ -111,13 +112,12 @@ def main(given: Sequence[str]) -> int:
         from gpu_check_parts.pack import pack
 
         return pack(arguments.pack)
-    if arguments.wheels is not None:
+    if arguments.wheels is not None and "GPU_CHECK_WHEELS" not in os.environ:
         from gpu_check_parts.wheels import python_with
 
         python = python_with(arguments.wheels)
-        rest = _without_wheels(given)
         sys.stdout.flush()
-        os.execv(python, [str(python), "-m", "gpu_check_parts", *rest])
+        os.execve(python, [str(python), "-m", "gpu_check_parts", *given], os.environ | {"GPU_CHECK_WHEELS": "used"})
     found = ask_machine(arguments.parts)
     if arguments.runs_fa4:
         return 0 if found.get("runs_fa4") else 1
@@ -167,16 +167,3 @@ def _check(arguments: Any, found: dict[str, Any], given: Sequence[str]) -> int:
     for number, handler in before.items():
         signal.signal(number, handler)
     return code
-
-
-def _without_wheels(given: Sequence[str]) -> list[str]:
-    """Return the arguments without ``--wheels`` and its folder."""
-    rest, skipped = [], False
-    for word in given:
-        if skipped:
-            skipped = False
-        elif word == "--wheels":
-            skipped = True
-        elif not word.startswith("--wheels="):
-            rest.append(word)
-    return rest

@@ -29,12 +29,7 @@ MOST_STARTS = 20
 
 
 class Child:
-    """A running part.
-
-    Attributes:
-        process: process of its interpreter, first of a process group.
-        lines: lines that it sends; None when it has closed the pipe.
-    """
+    """A running part; ``lines`` are those that it sends, and None when it has closed the pipe."""
 
     def __init__(self, command: list[str], asked: dict[str, Any], log: Path) -> None:
         self.lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
@@ -97,11 +92,7 @@ class Child:
 
 
 class End:
-    """When measurements end: at a time of :func:`time.monotonic`, or when a signal asks for it.
-
-    Attributes:
-        signal: number of the signal, None before one.
-    """
+    """When measurements end: at a time of :func:`time.monotonic`, or when a signal asks for it."""
 
     def __init__(self, at: float) -> None:
         self._at = at
@@ -117,16 +108,7 @@ class End:
 
 
 class PartRun:
-    """One part, in as many processes as necessary: a measurement that crashes or hangs does not affect the others.
-
-    Args:
-        part: part to run.
-        options: options of the command line.
-        results: result file for its rows.
-        end: when it is stopped.
-        log: file for its output.
-        say: function that prints a line for the user.
-    """
+    """One part, in as many processes as necessary: a measurement that crashes or hangs does not affect the others."""
 
     def __init__(
         self, part: Part, options: Options, results: ResultFile, end: End, log: Path, say: Callable[[str], None]

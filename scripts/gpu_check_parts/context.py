@@ -23,18 +23,11 @@ START_AGAIN = 75
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the command line that parts read.
+    """Options of the command line that parts read."""
 
-    Attributes:
-        smoke: shapes so small that every part runs within seconds; its figures are meaningless.
-        repeats: timed rounds.
-        workloads: parts of names of the workloads to measure. Empty for all.
-        data: a file of samples to measure in addition to the standard forests, or None.
-    """
-
-    smoke: bool = False
+    smoke: bool = False  # so small that every part runs within seconds; its figures are meaningless
     repeats: int = 5
-    workloads: tuple[str, ...] = ()
+    workloads: tuple[str, ...] = ()  # parts of names of those to measure; empty for all
     data: str | None = None
 
     def wants(self, workload: str) -> bool:
@@ -44,23 +37,14 @@ class Options:
 
 @dataclass
 class Context:
-    """One part's run in a child process.
+    """One part's run in a child process."""
 
-    Attributes:
-        part: first part of its rows' keys.
-        options: options of the command line.
-        device_name: name of the GPU.
-        earlier: rows of the result file.
-        skip: keys that this run has abandoned.
-        stream: file descriptor for lines to the parent.
-    """
-
-    part: str
+    part: str  # first part of its rows' keys
     options: Options
     device_name: str
-    earlier: list[dict[str, Any]] = field(default_factory=list)
-    skip: frozenset[Key] = frozenset()
-    stream: int = 1
+    earlier: list[dict[str, Any]] = field(default_factory=list)  # rows of the result file
+    skip: frozenset[Key] = frozenset()  # that this run has abandoned
+    stream: int = 1  # file descriptor for lines to the parent
 
     def __post_init__(self) -> None:
         self._earlier = {key_of(row): row for row in self.earlier}
@@ -93,11 +77,7 @@ class Context:
     ) -> bool:
         """Run a measurement, send its row and return whether it has figures.
 
-        Args:
-            key: key of the row.
-            used: see :meth:`used`.
-            run: returns the row's figures, or the reason for a row without figures.
-            also: more entries of a row without figures.
+        ``run`` returns the figures, or the reason for a row without figures, which has the entries ``also``.
         """
         self._send({"started": key})
         started = time.perf_counter()
@@ -112,17 +92,33 @@ class Context:
         row = {**key._asdict(), "used": dict(used), "took": round(time.perf_counter() - started, 3), **found}
         if not is_measured(found) and "unfinished" not in found:
             row |= also or {}
-        self._send({"row": row})
+        self._put(row)
         if broken:
             os._exit(START_AGAIN)
         return FAILED not in found and NOT_RUN not in found
 
     def leave_out(self, key: Key, used: Mapping[str, str], reason: str, **also: Any) -> None:
         """Send a row with the reason why a measurement is not made."""
-        self._send({"row": {**key._asdict(), "used": dict(used), NOT_RUN: reason, **also}})
+        self._put({**key._asdict(), "used": dict(used), NOT_RUN: reason, **also})
+
+    def _put(self, row: dict[str, Any]) -> None:
+        self._earlier[key_of(row)] = row
+        self._send({"row": row})
 
     def _send(self, line: dict[str, Any]) -> None:
         os.write(self.stream, (json.dumps(line, default=str) + "\n").encode())
+
+
+class LocalContext(Context):
+    """A part's run in this process; ``rows`` are its rows by key."""
+
+    def __init__(self, part: str, options: Options) -> None:
+        super().__init__(part=part, options=options, device_name="cpu")
+        self.rows: dict[Key, dict[str, Any]] = {}
+
+    def _send(self, line: dict[str, Any]) -> None:
+        if "row" in line:
+            self.rows[key_of(line["row"])] = line["row"]
 
 
 def reason_of(error: BaseException) -> str:
@@ -144,7 +140,7 @@ def hash_of(sources: tuple[str, ...]) -> str:
 
 def _is_device_alive() -> bool:
     torch = sys.modules.get("torch")
-    if torch is None:
+    if torch is None or not torch.cuda.is_initialized():
         return True
     try:
         torch.cuda.synchronize()

@@ -55,10 +55,7 @@ def pack(folder: Path) -> int:
 def trips(sizes: dict[str, int], *, tree: int, unread: int) -> tuple[list[str], int]:
     """Return the contents of each trip, as lines for the user, and the exit code: 1 if a folder does not fit.
 
-    Args:
-        sizes: bytes of each folder.
-        tree: bytes of the checkout, which is copied in each trip.
-        unread: bytes of its folders :data:`UNREAD`.
+    ``sizes`` are the bytes of each folder, ``tree`` of the checkout, and ``unread`` of its folders :data:`UNREAD`.
     """
     limit = f"{LARGEST_BYTES >> 20} MiB"
     lines, code = [], 0

@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from gpu_check_parts.results import Key
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One kind of measurement.
-
-    Attributes:
-        name: name for ``--only`` and for its log lines.
-        title: description in the plan.
-        minutes: expected minutes on an H100 or H200.
-        function: ``module:function``, called with a :class:`~gpu_check_parts.context.Context`.
-        rows: first part of its rows' keys; parts that fill one table share it.
-        imports: modules without which it does not run.
-        programs: executables without which it does not run.
-        wanted: modules without which some of its rows do not run.
-        row_seconds: longest time of one measurement; one that takes longer is stopped and reported.
-    """
+    """One kind of measurement. It does not run without its ``imports`` and ``programs``."""
 
     name: str
     title: str
-    minutes: float
-    function: str
-    rows: str
+    minutes: float  # expected on an H100 or H200
+    function: str  # module:function, called with a Context
+    rows: str  # first part of its rows' keys; parts that fill one table share it
     imports: tuple[str, ...] = ()
     programs: tuple[str, ...] = ()
-    wanted: tuple[str, ...] = ()
-    row_seconds: float = 90.0
+    wanted: tuple[str, ...] = ()  # modules without which some of its rows do not run
+    row_seconds: float = 90.0  # a measurement that takes longer is stopped and reported
 
     @property
     def key(self) -> Key:
@@ -51,22 +40,11 @@ def _part(
     function: str | None = None,
     rows: str | None = None,
     more_imports: tuple[str, ...] = (),
-    programs: tuple[str, ...] = (),
-    wanted: tuple[str, ...] = (),
-    row_seconds: float = 90.0,
+    **more: Any,
 ) -> Part:
     """Return a part that needs the kernels; ``function`` defaults to ``run`` of the module with its name."""
-    return Part(
-        name=name,
-        title=title,
-        minutes=minutes,
-        function=f"gpu_check_parts.{function or f'{name}:run'}",
-        rows=rows or name,
-        imports=(*_KERNELS, *more_imports),
-        programs=programs,
-        wanted=wanted,
-        row_seconds=row_seconds,
-    )
+    function, imports = f"gpu_check_parts.{function or f'{name}:run'}", (*_KERNELS, *more_imports)
+    return Part(name=name, title=title, minutes=minutes, function=function, rows=rows or name, imports=imports, **more)
 
 
 _PARTS = (
@@ -98,7 +76,7 @@ _PARTS = (
         2.0,
         function="attention:run_rest",
         rows="attention",
-        wanted=(_FA4, "prefix_grouper", "areal"),
+        wanted=(_FA4,),
     ),
     _part(
         "tests",

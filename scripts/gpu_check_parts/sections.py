@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,20 @@ _OF_ATTENTION = (
     *("layout", "deterministic", "tokens", "pairs", "forward_seconds", "backward_seconds", "metadata_seconds"),
     *("peak_bytes", "tile_efficiency", "difference", "parts"),
 )
+_OF_WAY = ("gradient_error", "peak_bytes", "bytes_per_logit", "seconds", "median_seconds")
 _OF_HEAD = ("rows", "hidden", "vocab", "supervised")
 
 
 def sections_of(file: Path) -> dict[str, Any]:
     """Return ``machine`` and, for each part with figures, the result in the format of that part's own benchmark."""
     content = json.loads(file.read_text())
-    machine, rows = content["machine"], content["rows"]
+    return sections(content["machine"], content["rows"])
+
+
+def sections(machine: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the same of rows."""
     makers = {"tests": _tests, "attention": _attention, "steps": _steps, "head": _head}
-    found: dict[str, Any] = {"kind": "gpu_check", "machine": machine}
+    found: dict[str, Any] = {"kind": "gpu_check", "machine": dict(machine)}
     for part, make in makers.items():
         own = [row for row in rows if row["part"] == part]
         made = make(own, machine)
@@ -82,22 +87,24 @@ def _steps(rows: list[dict[str, Any]], machine: Mapping[str, Any]) -> dict[str, 
 def _head(rows: list[dict[str, Any]], machine: Mapping[str, Any]) -> dict[str, Any] | None:
     cases: dict[str, dict[str, Any]] = {}
     missing = {}
+    measured = [row for row in rows if "seconds" in row]
+    for row in measured:
+        case = cases.setdefault(row["workload"], {name: row[name] for name in _OF_HEAD} | {"ways": {}})
+        rounds = min(len(other["seconds"]) for other in measured if other["workload"] == row["workload"])
+        case["ways"][row["method"]] = {name: _cut(row[name], rounds) for name in _OF_WAY if name in row}
     for row in rows:
-        if "seconds" in row:
-            case = cases.setdefault(row["workload"], {name: row[name] for name in _OF_HEAD} | {"ways": {}})
-            kept = ("seconds", "median_seconds", "peak_bytes", "gradient_error")
-            case["ways"][row["method"]] = {name: row[name] for name in kept}
-        elif FAILED in row and row["workload"] in cases:
+        if FAILED in row and row["workload"] in cases:
             cases[row["workload"]]["ways"][row["method"]] = {"failed": row[FAILED]}
         elif NOT_RUN in row and row["workload"]:
             missing[row["method"]] = row[NOT_RUN]
     if not cases:
         return None
+    on_cpu = machine["device"] == "cpu"
     return {
         "machine": dict(machine),
-        "device": "cuda",
-        "dtype": "torch.bfloat16",
-        "clock": "wall clock",
+        "device": "cpu" if on_cpu else "cuda",
+        "dtype": "torch.float32" if on_cpu else "torch.bfloat16",
+        "clock": "the process's own processor time" if on_cpu else "wall clock",
         "missing": missing,
         "cases": list(cases.values()),
     }

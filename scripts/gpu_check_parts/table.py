@@ -19,13 +19,11 @@ def short_table(rows: Mapping[Key, Mapping[str, Any]]) -> str:
     measured = [row for row in rows.values() if FAILED not in row and NOT_RUN not in row]
     left = len(rows) - len(failed) - len(measured)
     lines = [f"{len(measured)} measured, {len(failed)} failed, {left} not run"]
-    lines += [_line(row) for row in failed] + [_line(row) for row in measured]
+    lines += [
+        f"{', '.join(str(row[part]) for part in Key._fields if row.get(part))}: {summary_of(dict(row))}"
+        for row in (*failed, *measured)
+    ]
     more = len(lines) - MOST_LINES
     if more > 0:
         lines[MOST_LINES:] = [f"... and {more} more in the file"]
     return "\n".join(line[:LONGEST_LINE] for line in lines)
-
-
-def _line(row: Mapping[str, Any]) -> str:
-    name = ", ".join(str(row[part]) for part in Key._fields if row.get(part))
-    return f"{name}: {summary_of(dict(row))}"

@@ -12,7 +12,9 @@ import torch
 
 from gpu_check_parts.context import ROOT, Context
 from gpu_check_parts.results import FAILED
-from gpu_check_parts.using import packages_of, sources_of
+from gpu_check_parts.using import packages_of, sources_of, unchecked
+from mcore_prefix_tree import TreeMetadata
+from mcore_prefix_tree.attention import AttentionOptions
 from mcore_prefix_tree.attention.api import load_backend
 
 TOOLS = ("memcheck", "racecheck")
@@ -20,6 +22,8 @@ RUNS = (("triton", "deterministic"), ("fa4", "any"))
 KERNELS = ("forward_kernel", "key_value_kernel", "query_kernel")
 # Exit code of compute-sanitizer if it finds anything.
 FOUND = 9
+# Nodes that end on, before and after tile borders, an empty node, and a second root.
+LENS, PARENTS = (127, 1, 65, 0, 62, 44, 1), (-1, 0, 1, 1, 0, -1, 5)
 SECTIONS = ("SpeedOfLight", "LaunchStats", "Occupancy", "WarpStateStats", "MemoryWorkloadAnalysis")
 
 
@@ -88,7 +92,7 @@ def _profiled(kernel: str) -> dict[str, Any]:
 
 def _small_forest(method: str, mode: str) -> list[str]:
     torch.cuda.empty_cache()
-    return [sys.executable, "-m", "gpu_check_parts.small_forest", method, mode]
+    return [sys.executable, "-m", "gpu_check_parts.tools", method, mode]
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -99,3 +103,24 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 def _end_of(done: subprocess.CompletedProcess[str]) -> str:
     return " / ".join(done.stdout.strip().splitlines()[-5:])[-500:] or f"exit code {done.returncode}"
+
+
+def main(method: str, mode: str) -> None:
+    """Run a method forward and backward, in the mode ``deterministic`` or ``any``: the program that tools inspect."""
+    borders = [0]
+    for length in LENS:
+        borders.append(borders[-1] + length)
+    size = borders[-1] + 3
+    tree = TreeMetadata.from_nodes(borders, PARENTS, padded_size=size, device=torch.device("cuda"))
+    options = AttentionOptions(softmax_scale=128**-0.5, deterministic=mode == "deterministic")
+    query, key, value = (
+        torch.randn(size, heads, 128, device="cuda", dtype=torch.bfloat16).requires_grad_() for heads in (4, 2, 2)
+    )
+    out = unchecked(method)(query, key, value, tree, options)
+    out.backward(torch.randn_like(out))
+    torch.cuda.synchronize()
+    print("done")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from attention_bench.settings import Settings
 
-from mcore_prefix_tree.attention import AttentionOptions, Case
+from mcore_prefix_tree.attention import Case
 from mcore_prefix_tree.attention.api import load_backend
 
 if TYPE_CHECKING:
@@ -17,25 +19,11 @@ _FA4 = ("torch", "flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels")
 
 
 def gpu_case(dims: tuple[int, int, int, int], dtype: torch.dtype, **options: Any) -> Case:
-    """Return a case with gradients on the current GPU.
-
-    Args:
-        dims: query heads, key heads, dims of queries and keys, dims of values.
-        dtype: dtype of queries, keys and values.
-        options: fields of :class:`AttentionOptions` other than the scale.
-    """
-    heads, kv_heads, head_dim, value_dim = dims
-    return Case(
-        device=torch.device("cuda", torch.cuda.current_device()),
-        capability=torch.cuda.get_device_capability(),
-        dtype=dtype,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        value_dim=value_dim,
-        needs_grad=True,
-        options=AttentionOptions(softmax_scale=head_dim**-0.5, **options),
-    )
+    """Return a case with gradients on the GPU, and the options of attention other than the scale."""
+    shape = dict(zip(("heads", "kv_heads", "head_dim", "value_dim"), dims, strict=True))
+    device = f"cuda:{torch.cuda.current_device()}"
+    case = Settings(**shape, dtype=str(dtype).removeprefix("torch."), device=device, repeats=1).case
+    return replace(case, options=replace(case.options, **options))
 
 
 def unchecked(backend: str) -> Attention:
@@ -47,14 +35,9 @@ def unchecked(backend: str) -> Attention:
 
 def packages_of(method: str) -> tuple[str, ...]:
     """Return the packages whose version can change a figure of an attention method."""
-    if method in ("fa4", "fa4, whole groups"):
-        return (*_FA4, "triton")
-    if method == "FlashAttention-4":
-        return _FA4
-    if method in ("triton", "triton, whole groups", "flex"):
-        return ("torch", "triton")
-    # The peers, if installed.
-    return ("torch", "prefix-grouper", "areal")
+    own = {"fa4": (*_FA4, "triton"), "FlashAttention-4": _FA4}
+    own |= dict.fromkeys(("triton", "flex"), ("torch", "triton"))
+    return own.get(method.removesuffix(", whole groups"), ("torch",))
 
 
 def sources_of(method: str) -> tuple[str, ...]:

@@ -18,11 +18,7 @@ _BORROW = "import site; list(map(site.addsitedir, {folders!r}))\n"
 
 
 def python_with(folder: Path) -> Path:
-    """Return the interpreter of an environment with the wheels and archives of a folder; made once per content.
-
-    Raises:
-        SystemExit: the folder has no packages, or they do not fit this Python.
-    """
+    """Return the interpreter of an environment with the wheels and archives of a folder; made once per content."""
     folder = folder.resolve()
     files = sorted([*folder.glob("*.whl"), *folder.glob("*.tar.xz")])
     if not files:

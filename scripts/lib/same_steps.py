@@ -11,7 +11,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +48,6 @@ LAYOUTS = {
     "tensor, sequence": "{tensor_model_parallel_size: 2, sequence_parallel: true}",
     "pipeline": "{pipeline_model_parallel_size: 2}",
 }
-
-
-def cases() -> Iterator[tuple[str, str]]:
-    for name in OBJECTIVES:
-        for layout in LAYOUTS:
-            yield name, layout
 
 
 def write_inputs(inputs: Path) -> None:
@@ -226,7 +219,7 @@ def run_tree(folder: Path, tree: str) -> None:
     runs = Runs(folder, tree)
     if tree == "base":
         runs.make_teachers()
-    results = {f"{name}, {layout}": runs.train(name, layout) for name, layout in cases()}
+    results = {f"{name}, {layout}": runs.train(name, layout) for name in OBJECTIVES for layout in LAYOUTS}
     (folder / f"{tree}.json").write_text(json.dumps(results))
 
 

@@ -15,7 +15,7 @@ from requirement_pins import packed_pins
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 # In addition to the packages of requirements/pack-*.txt.
-ABSENT = ("mcore-prefix-tree", "megatron-bridge", "prefix-grouper", "areal", "liger-kernel", "wandb")
+ABSENT = ("mcore-prefix-tree", "megatron-bridge", "liger-kernel", "wandb")
 TOOL = """#!/bin/sh
 # Stands for {name}: runs the program behind its options, and prints the lines that its readers look for.
 while [ "$#" -gt 0 ]; do

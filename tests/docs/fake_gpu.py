@@ -204,7 +204,7 @@ def patch_tune(module):
 
 
 PATCHES = {
-    "tune_triton": patch_tune,
+    "gpu_check_parts.tune": patch_tune,
     "torch": patch_torch,
     "torch.distributed": patch_distributed,
     "mcore_prefix_tree.attention.triton_tree": patch_triton_tree,

@@ -38,7 +38,6 @@ OTHERS = {
     *(
         "liger_kernel",
         "nemo_rl",
-        "prefix_grouper",
         "ray",
         "slime",
         "tensordict",

@@ -14,8 +14,7 @@ import bare_machine
 import gpu_parts
 import numpy as np
 import pytest
-from attention_bench.memory import bytes_per_token, misfit, parts_that_fit
-from attention_bench.settings import Settings
+from attention_bench.settings import Settings, bytes_per_token, misfit, parts_that_fit
 from gpu_check_parts import arguments, check, head, results
 from gpu_check_parts.context import Context, Options, hash_of
 from gpu_check_parts.registry import PARTS

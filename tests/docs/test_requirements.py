@@ -1,7 +1,4 @@
-"""The requirement files agree with each other, with pyproject.toml and with torch; environments keep borrowed torches.
-
-``scripts/lib/resolve.py`` asks the package index whether all of them can be installed.
-"""
+"""The requirement files agree with each other, pyproject.toml and torch; environments keep borrowed torches."""
 
 from __future__ import annotations
 

@@ -212,23 +212,23 @@ def add_in_fp32_(total, left, right):
 def test_ten_bytes_for_a_logit(monkeypatch):
     """Of an fp32 product: read for the sums, and for the gradient, which is written in 16 bits; 44 without kernels."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
-    import bench_head
+    from gpu_check_parts import heads
 
-    case = bench_head.Case(16, 8, 97, 1.0, torch.bfloat16, DEVICE)
-    assert bench_head.bytes_per_logit(bench_head.Case.fused_sum, case) < 44
+    case = heads.Case(16, 8, 97, 1.0, torch.bfloat16, DEVICE)
+    assert heads.bytes_per_logit(heads.Case.fused_sum, case) < 44
     for name, replacement in (
         ("widens", lambda _: True),
         ("multiply", multiply_in_fp32),
         ("add_product_", add_in_fp32_),
     ):
         monkeypatch.setattr(head_chunks, name, replacement)
-    exact = bench_head.exact_gradients(case)
+    exact = heads.exact_gradients(case)
     with bfloat16():
-        for way in (bench_head.Case.fused_sum, bench_head.Case.fused_whole, bench_head.Case.fused):
-            assert bench_head.bytes_per_logit(way, case) == 10
-            assert bench_head.error(way, case, exact) < torch.finfo(torch.bfloat16).eps
+        for way in (heads.Case.fused_sum, heads.Case.fused_whole, heads.Case.fused):
+            assert heads.bytes_per_logit(way, case) == 10
+            assert heads.error(way, case, exact) < torch.finfo(torch.bfloat16).eps
         monkeypatch.setattr(softmax, "kernels_take", lambda _: False)
-        assert bench_head.bytes_per_logit(bench_head.Case.fused_sum, case) == 44 - 6
+        assert heads.bytes_per_logit(heads.Case.fused_sum, case) == 44 - 6
 
 
 def test_edges_are_added_before_rounding():

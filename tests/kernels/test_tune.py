@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,13 +16,12 @@ from mcore_prefix_tree.attention.triton_tree.config import Launch
 pytestmark = pytest.mark.skipif(
     not INTERPRETED, reason="with a fake clock; on a GPU scripts/gpu_check --only tune runs it"
 )
-SMALL = ["--heads", "2", "--group", "2", "--scale", "0.005", "--repeats", "2"]
 
 
 @pytest.fixture
 def tune(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
-    import tune_triton
+    from gpu_check_parts import tune
 
     ticks = itertools.count(1)
 
@@ -32,37 +29,36 @@ def tune(monkeypatch):
         run()
         return float(next(ticks))
 
-    monkeypatch.setattr(tune_triton, "seconds_of", fake)
-    return tune_triton
+    monkeypatch.setattr(tune, "seconds_of", fake)
+    return tune
 
 
-def tuned(tune, tmp_path, *arguments):
-    output = tmp_path / "tune.json"
-    code = tune.main([*SMALL, *arguments, "--output", str(output)])
-    return code, json.loads(output.read_text())
+def tuned(tune, *dims):
+    from gpu_check_parts.context import LocalContext, Options
+
+    context = LocalContext("tune", Options(repeats=2))
+    tune.measure_all(context, dims, (2,), 2, 0.005, torch.device("cpu"))
+    return list(context.rows.values())
 
 
-def test_every_part_and_candidate(tune, tmp_path, capsys):
-    code, result = tuned(tune, tmp_path, "--dims", "64", "64", "--dims", "256", "256")
-    assert code == 0
-    assert result["interpreted"]
-    assert result["machine"]["torch"] == version("torch")
-    parts = {(case["head_dim"], case["part"]) for case in result["cases"]}
+def test_every_part_and_candidate(tune):
+    cases = tuned(tune, (64, 64), (256, 256))
+    parts = {(case["head_dim"], case["method"]) for case in cases}
     wide = {(256, part) for part in ("forward", "query", "key", "value")}
     assert parts == {(64, part) for part in ("forward", "query", "key_value")} | wide
-    assert len({case["tree"] for case in result["cases"]}) == 2
-    for case in result["cases"]:
+    assert len({case["tree"] for case in cases}) == 2
+    for case in cases:
+        assert case["shown"].startswith(f"{len(case['launches'])} of {len(case['launches'])} launches")
         dims = (case["head_dim"], case["value_dim"])
         table, *others = case["launches"]
         assert table["table"]
-        assert [tuple(row["launch"]) for row in others] == tune.CANDIDATES.get((case["part"], dims), [])
+        assert [tuple(row["launch"]) for row in others] == tune.CANDIDATES.get((case["method"], dims), [])
         for row in case["launches"]:
             assert len(row["seconds"]) == 2
             assert 0 < row["ratio"]["least"] <= row["ratio"]["median"] <= row["ratio"]["most"]
-    assert "x the table's" in capsys.readouterr().out
 
 
-def test_broken_spilling_and_wrong_candidates_are_skipped(tune, tmp_path, monkeypatch):
+def test_broken_spilling_and_wrong_candidates_are_skipped(tune, monkeypatch):
     broken, spilling, wrong = Launch(64, 32, 4, 1), Launch(32, 64, 4, 1), Launch(32, 32, 4, 1)
     monkeypatch.setitem(tune.CANDIDATES, ("forward", (64, 64)), [broken, spilling, wrong])
     forward = kernel_calls.forward
@@ -85,9 +81,9 @@ def test_broken_spilling_and_wrong_candidates_are_skipped(tune, tmp_path, monkey
 
     monkeypatch.setattr(kernel_calls, "forward", run)
     monkeypatch.setattr(tune, "Watched", Spilling)
-    code, result = tuned(tune, tmp_path, "--dims", "64", "64", "--part", "forward")
-    assert code == 1
-    for case in result["cases"]:
+    monkeypatch.setattr(tune, "PARTS", ("forward",))
+    for case in tuned(tune, (64, 64)):
+        assert "from the table's result" in case["failed"]
         table, *others = case["launches"]
         assert table["seconds"]
         said = [row.get("skipped") or row.get("failed") for row in others]
@@ -95,12 +91,6 @@ def test_broken_spilling_and_wrong_candidates_are_skipped(tune, tmp_path, monkey
         assert said[1] == "it spills 8 registers"
         assert "from the table's result" in said[2]
         assert not any("seconds" in row for row in others)
-
-
-def test_tuning_without_gpu_or_interpreter_is_rejected(tune, monkeypatch, capsys):
-    monkeypatch.setattr(tune.triton, "knobs", SimpleNamespace(runtime=SimpleNamespace(interpret=False)))
-    assert tune.main([]) == 2
-    assert "torch sees no GPU" in capsys.readouterr().err
 
 
 def test_a_number_that_is_not_finite_is_a_failure_and_no_end(tune):

@@ -9,36 +9,28 @@ import sys
 import time
 from dataclasses import replace
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 
+import bench_cpu
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from attention_bench import contest, peers
-from attention_bench import measure as bench
-from attention_bench.clock import measure_ceilings, seconds_of
-from attention_bench.contest import TimedMetadata
+from attention_bench import contest
+from attention_bench.contest import TimedMetadata, measure_ceilings, seconds_of
 from attention_bench.contestants import Contestant
-from attention_bench.costs import costs_of
-from attention_bench.measure import bench_attention
-from attention_bench.peers import PEERS, _build_areal, token_parents
-from attention_bench.report import cells, columns, flops, headline, lines_of
+from attention_bench.report import columns, costs_of, flops, headline, lines_of
 from attention_bench.settings import Settings
 from attention_bench.workloads import standard_workloads, workload_of_samples
-from attention_cases import case_of
-from bench_attention import app
+from gpu_check_parts import attention as bench
+from gpu_check_parts.context import LocalContext, Options
+from gpu_check_parts.sections import sections
 from harness.commands import write_rows
-from harness.oracles import metadata_of, random_forest, worst
+from harness.oracles import metadata_of, random_forest
 from harness.torchrun_jobs import run
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.attention.bias import causal_lower_right
-from typer.testing import CliRunner
 
 from mcore_prefix_tree import Sample, fold
-from mcore_prefix_tree.attention import AttentionOptions, reference
-from mcore_prefix_tree.attention.reference import visibility
+from mcore_prefix_tree.attention import reference
 from mcore_prefix_tree.attention.tile_blocks import block_plan, visible_pairs
 from mcore_prefix_tree.bench.machine import describe_machine
 from mcore_prefix_tree.plan import Parts
@@ -177,27 +169,22 @@ RESULT = result_of(
 
 
 def test_ratios_are_taken_round_by_round():
-    lines = {line.method: line for line in lines_of(RESULT["workloads"][0], RESULT)}
-    ours = lines["triton"]
-    assert (ours.against_unfolded.low, ours.against_unfolded.high) == (2.0, 5.0)  # 10 / 2 and 8 / 4
-    assert ours.against_flex.median == 2.5  # 6 / 2 and 8 / 4
-    assert ours.against_dense.median == 0.75  # 2 / 2 and 2 / 4, at equal pairs
-    assert ours.forward_tflops.median == pytest.approx(2 * 100 * 2 / 1e12)
-    assert ours.share == pytest.approx((400 + 1000) / 3 / 1e12 / 1e-9)
-    assert ours.tile_efficiency == 0.5
-    assert lines["fa"].against_unfolded is None
+    lines = {
+        line[0]: dict(zip(columns(RESULT), line, strict=True)) for line in lines_of(RESULT["workloads"][0], RESULT)
+    }
+    ours = lines["triton, deterministic"]
+    assert ours["x unfolded"] == "3.50 (2.00-5.00)"  # 10 / 2 and 8 / 4
+    assert ours["x flex"] == "2.50 (2.00-3.00)"  # 6 / 2 and 8 / 4
+    assert ours["x dense rate"] == "0.75 (0.50-1.00)"  # 2 / 2 and 2 / 4, at equal pairs
+    assert float(ours["forward TFLOP/s"]) == pytest.approx(2 * 100 * 2 / 1e12, rel=1e-2)
+    assert ours["of matrix peak"] == f"{(400 + 1000) / 3 / 1e12 / 1e-9:.0%}"
+    assert ours["tile efficiency"] == "0.500"
+    assert lines["fa, deterministic"]["x unfolded"] == ""
 
 
 def test_lines_are_sorted_within_layouts():
-    assert [line.method for line in lines_of(RESULT["workloads"][0], RESULT)] == [
-        "triton",
-        "flex",
-        "fa",
-        "slow fa",
-        "fa dense",
-    ]
-    for line in lines_of(RESULT["workloads"][0], RESULT):
-        assert len(cells(line, RESULT)) == len(columns(RESULT))
+    lines = lines_of(RESULT["workloads"][0], RESULT)
+    assert [line[0].partition(",")[0] for line in lines] == ["triton", "flex", "fa", "slow fa", "fa dense"]
     assert "(4.00x unfolded)" in headline(RESULT["workloads"][0])
     assert "(2.50x unfolded)" in headline(RESULT["workloads"][0])
 
@@ -223,78 +210,6 @@ def test_a_deterministic_job_uses_only_deterministic_costs():
     rows.append(rows[0] | {"deterministic": False, "backward_seconds": [2]})
     costs = {cost["deterministic"]: cost["seconds"] for cost in costs_of(result)}
     assert costs == {True: {"flex": 5, "triton": 4}, False: {"flex": 5, "fa4": 2, "triton": 3}}
-
-
-# Peers.
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_parents_of_tokens_are_the_mask(seed):
-    """A token sees itself and every token that its parent sees."""
-    metadata = metadata_of(*random_forest(seed, node_lens=(0, 1, 3), root_rate=0.3), padding=2)
-    parents = token_parents(metadata)
-    mask = torch.eye(metadata.padded_size, dtype=torch.bool)
-    for token, parent in enumerate(parents.tolist()):
-        if parent >= 0:
-            mask[token] |= mask[parent]
-    assert torch.equal(mask, visibility(metadata))
-
-
-@pytest.mark.skipif(find_spec("prefix_grouper") is None, reason="prefix_grouper is not installed")
-def test_prefix_grouper_computes_the_same():
-    metadata = metadata_of([7, 3, 5, 2], [-1, 0, 0, 0])
-    peer = PEERS["PrefixGrouper"]
-    options = AttentionOptions(softmax_scale=0.3)
-    query, key, value = (torch.randn(17, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
-    assert peer.misfit(metadata) is None
-    out = peer.attention(query, key, value, metadata, options)
-    assert worst(out, reference.attention(query, key, value, metadata, options)) < 1e-12
-
-
-@pytest.mark.parametrize("lens", [([5, 3], [-1, -1]), ([5, 3, 2], [-1, 0, 1]), ([5], [-1])])
-def test_prefix_grouper_is_not_asked_for_other_forests(lens):
-    assert "supports one prefix" in PEERS["PrefixGrouper"].misfit(metadata_of(*lens))
-
-
-def test_gathered_keys_are_those_of_the_path(monkeypatch):
-    """As TRL packs a tree: the last query of a segment sees the last key of its path."""
-
-    def varlen(query, key, value, plan, options):
-        rows, copies = (borders.tolist() for borders in plan.borders)
-        assert (max(np.diff(rows)), max(np.diff(copies))) == plan.longest
-        return torch.cat(
-            [
-                F.scaled_dot_product_attention(
-                    *(one.transpose(0, 1)[None] for one in (query[q:r], key[k:c], value[k:c])),
-                    attn_mask=causal_lower_right(r - q, c - k),
-                    enable_gqa=True,
-                )[0].transpose(0, 1)
-                for q, r, k, c in zip(rows[:-1], rows[1:], copies[:-1], copies[1:], strict=True)
-            ]
-        )
-
-    monkeypatch.setattr(peers, "_varlen", varlen)
-    metadata = metadata_of([3, 0, 2, 4, 1, 2], [-1, 0, 1, 0, 3, -1])
-    tensors = [torch.randn(metadata.padded_size, heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
-    expected = reference.attention(*tensors, metadata, AttentionOptions(softmax_scale=8**-0.5))
-    found = PEERS["gathered keys (TRL)"].attention(*tensors, metadata, AttentionOptions(softmax_scale=8**-0.5))
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_peers_reject_unsupported_cases():
-    peer = PEERS["AReaL Triton"]
-    assert re.search("not installed|needs a GPU", peer.refusal(case_of(dtype=torch.float32)))
-    assert "token by token in Python" in peer.misfit(metadata_of([100_000], [-1]))
-
-
-@pytest.mark.skipif(find_spec("areal") is None, reason="areal is not installed")
-def test_areal_is_given_the_same_mask():
-    metadata = metadata_of(*random_forest(3, node_lens=(1, 30, 70)))
-    assert PEERS["AReaL Triton"].misfit(metadata) is None
-    data = _build_areal(metadata)
-    bits = torch.arange(metadata.padded_size)
-    mask = (data["packed_mask"][0][:, bits // 64] >> (bits % 64)) & 1
-    assert torch.equal(mask.bool(), visibility(metadata))
 
 
 # Running.
@@ -323,15 +238,25 @@ def broken_after(calls, error):
 
 @pytest.fixture
 def field(monkeypatch):
-    """Who is measured, and which peers."""
-    entered = {"ours": [], "peers": []}
+    """Who is measured."""
+    entered = {"ours": []}
     monkeypatch.setattr(bench, "contestants", lambda forest, case: iter(entered["ours"]))
-    monkeypatch.setattr(bench, "peers", lambda forest, case: iter(entered["peers"]))
     return entered
 
 
 # Calls of an attention before the timed rounds.
 WARM_UP = 3
+
+
+def measured(count=1):
+    """The workloads of a result, and the context that measured it."""
+    context = LocalContext("attention", Options())
+    bench.run_workloads(context, TINY, standard_workloads(0.001)[:count])
+    return sections(describe_machine(), list(context.rows.values()))["attention"]["workloads"], context
+
+
+def reasons(workload):
+    return {one["method"]: one["reason"] for one in workload["missing"]}
 
 
 class NotANumber(torch.autograd.Function):
@@ -363,15 +288,14 @@ def test_failed_measurement_leaves_the_others(field):
         contestant("absent", refusal="not installed"),
         contestant("last"),
     ]
-    result = bench_attention(standard_workloads(0.001)[:1], TINY)
-    (workload,) = result.workloads
-    assert [row.method for row in workload.rows] == ["reference", "last"]
-    assert [len(row.seconds) for row in workload.rows] == [TINY.repeats, TINY.repeats]
-    assert {one["method"]: one["reason"] for one in workload.missing} == {
-        "nan": "failed: its result is not finite",
-        "broken": "failed: RuntimeError: no kernel image",
-        "gradient": "failed: its result is not finite",
-        "later": "failed: RuntimeError: an illegal memory access",
+    (workload,), _ = measured()
+    assert [row["method"] for row in workload["rows"]] == ["reference", "last"]
+    assert [len(row["forward_seconds"]) for row in workload["rows"]] == [TINY.repeats, TINY.repeats]
+    assert reasons(workload) == {
+        "nan": "its result is not finite",
+        "broken": "RuntimeError: no kernel image",
+        "gradient": "its result is not finite",
+        "later": "RuntimeError: an illegal memory access",
         "large": "out of memory",
         "absent": "not installed",
     }
@@ -388,9 +312,9 @@ def test_failing_contestant_leaves_the_others(field, monkeypatch):
 
     monkeypatch.setattr(contest, "difference", too_large)
     field["ours"] = [contestant("one"), contestant("two"), contestant("three")]
-    (workload,) = bench_attention(standard_workloads(0.001)[:1], TINY).workloads
-    assert [row.method for row in workload.rows] == ["one", "three"]
-    assert workload.missing == [{"method": "two", "layout": "tree", "reason": "out of memory"}]
+    (workload,), _ = measured()
+    assert [row["method"] for row in workload["rows"]] == ["one", "three"]
+    assert workload["missing"] == [{"method": "two", "layout": "tree", "reason": "out of memory"}]
 
 
 def test_setup_failure_is_recorded(field, monkeypatch):
@@ -405,52 +329,24 @@ def test_setup_failure_is_recorded(field, monkeypatch):
 
     monkeypatch.setattr(contest, "_inputs", dead)
     field["ours"] = [contestant("one"), contestant("two")]
-    first, second = bench_attention(standard_workloads(0.001)[:2], TINY).workloads
-    assert [row.method for row in first.rows] == ["one", "two"]
-    assert second.tokens > 0
-    assert not second.rows
-    assert [one["method"] for one in second.missing] == ["one", "two"]
-    assert all("an illegal memory access" in one["reason"] for one in second.missing)
+    (first,), context = measured(2)  # a workload without rows is not in the result
+    assert [row["method"] for row in first["rows"]] == ["one", "two"]
+    second = [row for row in context.rows.values() if row["workload"] == standard_workloads()[1].name]
+    assert [row["method"] for row in second] == ["shape", "one, tree", "two, tree"]
+    assert all("an illegal memory access" in row["failed"] for row in second[1:])
 
 
-def test_peers_run_after_everything_else_and_all_is_passed_on_at_once(field):
-    """After a peer breaks the device for good, the measured rows are still written."""
-    order, passed_on = [], []
-
-    def named(name):
-        def attention(*arguments):
-            order.append(name)
-            return reference.attention(*arguments)
-
-        return attention
-
-    field["ours"] = [contestant("ours", named("ours"))]
-    field["peers"] = [contestant("peer", named("peer")), contestant("bad", broken), contestant("none", refusal="no")]
-    result = bench_attention(standard_workloads(0.001)[:2], TINY, on_result=passed_on.append)
-    measured = 2 * (WARM_UP + TINY.repeats)
-    assert order[:measured] == ["ours"] * measured
-    # Afterwards as that with which the peers are compared.
-    assert order[measured:].count("ours") == 2 * WARM_UP
-    for workload in result.workloads:
-        assert [(row.method, len(row.seconds), row.difference) for row in workload.rows] == [
-            ("ours", TINY.repeats, 0.0),
-            ("peer", TINY.repeats, workload.rows[1].difference),
-        ]
-        assert workload.rows[1].difference < 1e-6
-        reasons = {one["method"]: one["reason"] for one in workload.missing}
-        assert reasons == {"bad": "failed: RuntimeError: no kernel image", "none": "no"}
-    rows = [[len(workload.rows) for workload in one.workloads] for one in passed_on]
-    assert rows == [[1], [1, 1], [2, 1], [2, 2]]
-    assert passed_on[-1] == result
-
-
-def test_peers_are_compared_with_the_first_that_ran(field):
+def test_later_methods_are_compared_with_the_first_that_ran(field):
     field["ours"] = [contestant("broken", broken), contestant("ours"), contestant("unfolded", layout="unfolded")]
-    field["peers"] = [contestant("wrong", lambda *arguments: 1.5 * reference.attention(*arguments))]
-    (workload,) = bench_attention(standard_workloads(0.001)[:1], TINY).workloads
-    assert [row.method for row in workload.rows] == ["ours", "unfolded"]
-    (wrong,) = [one for one in workload.missing if one["method"] == "wrong"]
-    assert wrong["reason"] == "failed: its result differs from the first on this layout by 5.0e-01 of the norm"
+    field["ours"].append(contestant("wrong", lambda *arguments: 1.5 * reference.attention(*arguments)))
+    (workload,), context = measured()
+    assert [row["method"] for row in workload["rows"]] == ["ours", "unfolded"]
+    assert reasons(workload)["wrong"] == "its result differs from the first on this layout by 5.0e-01 of the norm"
+    # Also in a later process, which keeps the rows of the first.
+    bench.run_workloads(context, TINY, standard_workloads(0.001)[:1])
+    assert [row["method"] for row in context.rows.values() if "yardstick" in row["method"]] == ["yardstick"]
+    (wrong,) = (row for row in context.rows.values() if row["method"] == "wrong, tree")
+    assert "5.0e-01 of the norm" in wrong["failed"]
 
 
 def test_results_are_not_kept_while_others_are_timed(field):
@@ -471,8 +367,8 @@ def test_results_are_not_kept_while_others_are_timed(field):
             return out
 
     field["ours"] = [contestant("one", Watched()), contestant("two", Watched())]
-    bench_attention(standard_workloads(0.001)[:1], TINY)
-    assert alive == [0] * 2 * TINY.repeats
+    measured()
+    assert alive == [1, 0, 0, 0]  # others that enter later are compared with the first one's
 
 
 @pytest.mark.parametrize("rows", [1, 7, 8192, 8193, 20_000])
@@ -536,34 +432,25 @@ def test_a_gpu_is_busy_when_its_clock_starts(monkeypatch):
 
 @pytest.mark.slow
 def test_the_benchmark_of_attention_needs_no_megatron():
-    script = "import sys; sys.modules['megatron'] = None; import attention_bench.measure"
+    script = "import sys; sys.modules['megatron'] = None; import gpu_check_parts.attention"
     subprocess.run([sys.executable, "-c", script], cwd=ROOT / "scripts", check=True)
 
 
 def test_ceilings_and_machine():
     ceilings = measure_ceilings(CPU, torch.float32)
-    assert ceilings.matrix_tflops > 0
-    assert ceilings.copy_gbytes > 0
+    assert min(ceilings["matrix_tflops"], ceilings["copy_gbytes"]) > 0
     machine = describe_machine()
     assert machine["torch"] == version("torch")
     assert json.dumps(machine)
 
 
-def bench_cli(*arguments):
-    return CliRunner().invoke(app, arguments)
-
-
 @pytest.mark.ci
-def test_the_command_writes_a_well_formed_file(tmp_path):
+def test_the_script_writes_a_well_formed_file(tmp_path, capsys):
     rollouts = write_rows(tmp_path / "rollouts.jsonl", ({"tokens": [*range(30), 50 + line]} for line in range(6)))
-    output = tmp_path / "a" / "attention.json"
-    sizes = ["--heads", "2", "--kv-heads", "1", "--head-dim", "8", "--dtype", "float32", "--device", "cpu"]
-    done = bench_cli(
-        *("--scale", "0.0005", "--repeats", "2", *sizes, "--data", str(rollouts), "--max-tokens", "64"),
-        *("--only", "rollouts, ", "--only", "P4096", "--output", str(output)),
-    )
-    assert done.exit_code == 0, done.output
-    assert "rollouts, a sample per turn" in done.output
+    output = tmp_path / "attention.json"
+    words = ["attention", "--scale", "0.0005", "--repeats", "2", "--data", str(rollouts)]
+    assert bench_cpu.main([*words, "--workload", "rollouts, ", "--workload", "P4096", "--output", str(output)]) == 0
+    assert "rollouts, a sample per turn, path, tree: " in capsys.readouterr().out
     result = json.loads(output.read_text())
     assert result["kind"] == "attention"
     assert [one["name"] for one in result["workloads"]] == [
@@ -575,9 +462,9 @@ def test_the_command_writes_a_well_formed_file(tmp_path):
         methods = {(row["method"], row["layout"]) for row in workload["rows"]}
         assert {("path", "tree"), ("cascade", "tree")} <= methods
         assert {("torch on the CPU", "unfolded"), ("torch on the CPU", "dense")} <= methods
-        assert {"triton", "fa4", "flex", "PrefixGrouper", "AReaL Triton", "gathered keys (TRL)"} <= {
-            one["method"] for one in workload["missing"]
-        } | {row["method"] for row in workload["rows"]}
+        assert {"triton", "fa4", "flex"} <= {one["method"] for one in workload["missing"]} | {
+            row["method"] for row in workload["rows"]
+        }
         for row in workload["rows"]:
             assert len(row["forward_seconds"]) == len(row["backward_seconds"]) == 2
             assert min(row["forward_seconds"] + row["backward_seconds"]) > 0
@@ -585,25 +472,6 @@ def test_the_command_writes_a_well_formed_file(tmp_path):
             pairs = "unfolded_pairs" if row["layout"] == "unfolded" else "pairs"
             assert row["layout"] == "dense" or row["pairs"] == workload[pairs]
     assert costs_of(result)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--dtype", "int8"], "--dtype int8 is not one of bfloat16, float16, float32"),
-        (["--device", "tpu"], "--device tpu is not one of auto, cuda, cpu"),
-        (["--heads", "3", "--kv-heads", "2"], "--heads 3 is not a multiple of --kv-heads 2"),
-        (["--device", "cpu", "--only", "nothing"], "--only nothing matches none of: P4096 G16 R1024;"),
-        pytest.param(
-            ["--device", "cuda"],
-            "--device cuda: torch sees no GPU; use --device cpu",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
-        ),
-    ],
-)
-def test_mistakes_are_reported(arguments, says):
-    done = bench_cli(*arguments)
-    assert says in str(done.exception)
 
 
 @pytest.mark.ci
@@ -646,20 +514,17 @@ def test_unfolded_batch_in_parts_counts_like_one_batch():
     workload = standard_workloads(0.002)[0]
     case = TINY.case
     one = Contestant(method="a", layout="unfolded", options=case.options, attention=reference.attention, refusal=None)
-    whole = contest.Contest(workload, TINY)
-    whole.enter(one)
-    divided = contest.Contest(workload, TINY)
+    whole, divided = contest.Contest(workload, TINY), contest.Contest(workload, TINY)
     parts = [contest.chains(part, CPU) for part in np.array_split(workload.sample_lens, 3)]
     inputs = contest._inputs(max(part.padded_size for part in parts), TINY)
     divided._layouts["unfolded"] = [contest.LayoutPart(part, contest._rows(inputs, part.padded_size)) for part in parts]
-    divided.enter(one)
-    for each in (whole, divided):
-        each.run(2)
-        assert each.missing == []
-    rows = [each.runners[0].row() for each in (whole, divided)]
-    assert [(row.tokens, row.pairs) for row in rows] == [(rows[0].tokens, rows[0].pairs)] * 2
-    assert [row.parts for row in rows] == [1, 3]
-    assert all(len(row.seconds) == 2 for row in rows)
+    runners = [each.warm_up(one) for each in (whole, divided)]
+    for runner in runners * 2:
+        runner.run()
+    rows = [runner.row() for runner in runners]
+    assert [(row["tokens"], row["pairs"]) for row in rows] == [(rows[0]["tokens"], rows[0]["pairs"])] * 2
+    assert [row["parts"] for row in rows] == [1, 3]
+    assert all(len(row["forward_seconds"]) == 2 for row in rows)
 
 
 def test_layout_beyond_memory_is_skipped_with_a_reason(monkeypatch):
@@ -668,6 +533,6 @@ def test_layout_beyond_memory_is_skipped_with_a_reason(monkeypatch):
     entered = contest.Contest(standard_workloads(0.002)[0], replace(TINY, device="cuda"))
     monkeypatch.setattr(type(entered.workload), "folded", lambda self, device: metadata_of([3, 4], [-1, 0]))
     options = TINY.case.options
-    entered.enter(Contestant(method="a", layout="tree", options=options, attention=reference.attention, refusal=None))
-    (missing,) = entered.missing
-    assert missing["reason"] == "it would need about 0 GiB, and 0 GiB are free"
+    one = Contestant(method="a", layout="tree", options=options, attention=reference.attention, refusal=None)
+    with pytest.raises(contest.NoRoomError, match="it would need about 0 GiB, and 0 GiB are free"):
+        entered.warm_up(one)

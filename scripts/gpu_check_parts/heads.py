@@ -1,47 +1,29 @@
-#!/usr/bin/env python3
-"""Measure time and peak memory of the vocabulary head, forward and backward: fused, unfused, torch's and Liger's.
+"""The vocabulary head, forward and backward, in several ways: fused, unfused, torch's and Liger's.
 
-    scripts/bench_head.py --output benchmarks/results/head_cpu.json
-
-Every row has one target, because all heads support that; the share of supervised rows varies. All heads run in turn,
-round by round, in one process, on a GPU if there is one. Liger's kernels need a GPU. Kept sets are random, so that rows
-have few ids in common; those of an engine overlap, and are faster.
+Every row has one target, because all heads support that; the share of supervised rows varies. Liger's kernels need a
+GPU. Kept sets are random, so that rows have few ids in common; those of an engine overlap, and are faster.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.table import Table
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mcore_prefix_tree import Sample, SamplingMask, Signals, fold
-from mcore_prefix_tree.bench.machine import describe_machine
-from mcore_prefix_tree.data.write import whole_file
 from mcore_prefix_tree.logprob import Edges, Head, edge_logprobs, head_edge_loss, head_logprobs, head_weighted_sum
 from mcore_prefix_tree.logprob.edges import slices
 from mcore_prefix_tree.logprob.kept_logits import KeptRows
-from mcore_prefix_tree.utils.memory import PeakMemory
 
-# (rows, hidden size, vocabulary)
-CPU_CASES = [(2048, 128, 32768), (1024, 512, 32768), (512, 512, 131072)]
-GPU_CASES = [(16384, 2048, 32768), (16384, 4096, 131072), (32768, 4096, 131072)]
-SUPERVISED = (1.0, 0.4)
 # Ids that an engine kept for each token.
 KEPT = (1, 64, 512)
 # Sequences of equal length, at most one chunk of rows each, except in the GPU's last case.
@@ -280,96 +262,3 @@ def exact_gradients(case: Case, kept: KeptRows | None = None) -> tuple[torch.Ten
             logits = logits.masked_fill(drops & (case.labels[rows] >= 0)[:, None], -torch.inf)
         F.cross_entropy(logits, case.labels[rows], reduction="sum").backward()
     return hidden.grad, weight.grad
-
-
-def tried(way: Callable[[Case], torch.Tensor], case: Case, exact: tuple[torch.Tensor, ...]) -> dict[str, Any]:
-    """Return the error and the peak memory of a head, or why it fails."""
-    try:
-        found = error(way, case, exact)
-        case.hidden.grad = case.weight.grad = None
-        peak = PeakMemory(case.hidden.device)
-        seconds(way, case)
-        peak_bytes = peak.bytes()
-        traffic = bytes_per_logit(way, case)
-    except Exception as failure:  # out of memory, or a peer's kernel that this GPU does not have
-        return {"failed": f"{type(failure).__name__}: {failure}".splitlines()[0]}
-    return {"gradient_error": found, "peak_bytes": peak_bytes, "bytes_per_logit": traffic, "seconds": []}
-
-
-def measure(case: Case, repeats: int) -> dict[str, dict[str, Any]]:
-    """Return the figures of each head; a head that fails has its error under ``failed``, and the others still run."""
-    runs, _ = ways(case.hidden.device)
-    results = {}
-    for kept in (None, *case.kept):
-        exact = exact_gradients(case, None if kept is None else case.kept[kept].kept)
-        for name, way in runs.items():
-            if kept == kept_by(way):
-                results[name] = tried(way, case, exact)
-        del exact
-    timed = [name for name, result in results.items() if "failed" not in result]
-    for _ in range(repeats):
-        for name in timed:
-            results[name]["seconds"].append(seconds(runs[name], case))
-    for name in timed:
-        results[name]["median_seconds"] = statistics.median(results[name]["seconds"])
-    return results
-
-
-def table(title: str, results: dict[str, dict[str, Any]]) -> Table:
-    shown = Table("way", "seconds", "of unfused", "peak memory", "gradient error", "bytes per logit", title=title)
-    unfused = results["unfused"].get("seconds", [])
-    for name, result in results.items():
-        if "failed" in result or not unfused:
-            shown.add_row(name, result.get("failed", "the unfused head, the baseline of the comparison, failed"))
-            continue
-        ratio = statistics.median(own / other for own, other in zip(result["seconds"], unfused, strict=True))
-        memory = "unknown" if result["peak_bytes"] is None else f"{result['peak_bytes'] / 2**20:,.0f} MiB"
-        figures = (f"{result['gradient_error']:.1e}", f"{result['bytes_per_logit']:.1f}")
-        shown.add_row(name, f"{result['median_seconds']:.3f}", f"{ratio:.2f}", memory, *figures)
-    return shown
-
-
-def write(
-    output: Path, cases: list[dict[str, Any]], missing: dict[str, str], dtype: torch.dtype, device: torch.device
-) -> None:
-    """Return the result so far."""
-    result = {
-        "machine": describe_machine(),
-        "device": device.type,
-        "dtype": str(dtype),
-        "clock": "the process's own processor time" if device.type == "cpu" else "wall clock",
-        "missing": missing,
-        "cases": cases,
-    }
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(output) as unfinished:
-        unfinished.write_text(json.dumps(result, indent=2) + "\n")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5, help="timed rounds, after a warm-up round")
-    parser.add_argument("--case", nargs=3, type=int, action="append", metavar=("ROWS", "HIDDEN", "VOCAB"))
-    parser.add_argument("--output", type=Path, help="JSON file for the results")
-    arguments = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    missing = ways(device)[1]
-    cases = []
-    console = Console()
-    for sizes in arguments.case or (GPU_CASES if device.type == "cuda" else CPU_CASES):
-        for supervised in SUPERVISED:
-            results = measure(Case(*sizes, supervised, dtype, device), arguments.repeats)
-            rows, hidden, vocab = sizes
-            console.print(table(f"{rows} rows, hidden {hidden}, vocabulary {vocab}, {supervised:.0%} scored", results))
-            cases.append({"rows": rows, "hidden": hidden, "vocab": vocab, "supervised": supervised, "ways": results})
-            if arguments.output is not None:
-                write(arguments.output, cases, missing, dtype, device)
-    for name, reason in missing.items():
-        console.print(f"{name}: {reason}")
-    if any("failed" in way for case in cases for way in case["ways"].values()):
-        sys.exit("some heads failed; the tables show the errors")
-
-
-if __name__ == "__main__":
-    main()
