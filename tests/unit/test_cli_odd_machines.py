@@ -55,24 +55,15 @@ def test_an_override_that_is_not_utf8_is_named(tmp_path: Path, key: str) -> None
     )
 
 
-def test_files_that_may_not_grow_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", [("train", "recipe.yaml"), ("recipes", "mine")])
+def test_files_that_may_not_grow_are_named(tmp_path: Path, command: tuple[str, ...]) -> None:
     (tmp_path / "recipe.yaml").write_text(
         "data: {path: data.jsonl}\n"
         "model: {num_layers: 1, hidden_size: 32, num_attention_heads: 4, vocab_size: 64}\n"
         "batch: {global_batch_size: 1, max_tokens: 40}\noptimizer: {lr: 0.01}\ntrain_iters: 1\n"
     )
     (tmp_path / "data.jsonl").write_text(ROW)
-    status, said = run(
-        tmp_path, "train", "recipe.yaml", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    )
-    assert status == 2
-    assert said == "error: files of this process may have 0 bytes (ulimit -f); raise that\n"
-
-
-def test_recipes_that_may_not_grow_are_one_sentence(tmp_path: Path) -> None:
-    status, said = run(
-        tmp_path, "recipes", "mine", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    )
+    status, said = run(tmp_path, *command, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)))
     assert status == 2
     assert said == "error: files of this process may have 0 bytes (ulimit -f); raise that\n"
 
