@@ -22,7 +22,6 @@ from mcore_prefix_tree.arguments.refusals import check_unused
 from mcore_prefix_tree.utils.errors import USER_ERROR
 from mcore_prefix_tree.utils.launchers import adopt_ranks
 from mcore_prefix_tree.utils.os_signals import end_without_stacks
-from mcore_prefix_tree.utils.stdout import lost_output, outlive_output
 
 VARIABLE = "MEGATRON_LM_PATH"
 GPT, HYBRID, RL = "pretrain_gpt.py", "pretrain_hybrid.py", "train_rl.py"
@@ -40,9 +39,9 @@ def main(script: str = GPT, starter: str = "mcore_prefix_tree.mcore.megatron_lm.
     parser.add_argument("--megatron-lm-path")
     known, rest = parser.parse_known_args()
     folded = "--prefix-tree" in rest
-    with lost_output(), readable_arguments():
+    with readable_arguments():
         if not sys.argv[1:] or {"-h", "--help"} & set(rest):
-            print(render_help(script, rl=script == RL), end="")
+            print(render_help(script, rl=script == RL), end="", flush=True)
             raise SystemExit(0 if rest else USER_ERROR)
         root = use_megatron_lm(known.megatron_lm_path)
         if script == HYBRID:
@@ -63,8 +62,6 @@ def main(script: str = GPT, starter: str = "mcore_prefix_tree.mcore.megatron_lm.
         emulate_without_gpu(dry_run=dry_run)
         if folded:
             end_without_stacks()
-            if not dry_run:
-                outlive_output()
             import_module(starter).run(root)
             return
     sys.argv = [str(root / script), *rest]

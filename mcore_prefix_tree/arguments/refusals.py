@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib.util import find_spec
@@ -18,7 +17,7 @@ from mcore_prefix_tree.plan.model_shape import trained_depths
 from mcore_prefix_tree.settings.bind_objective import check_teachers_named, make_settings
 from mcore_prefix_tree.settings.hf_folder import HuggingFaceFolder
 from mcore_prefix_tree.utils.errors import Mistakes, naming
-from mcore_prefix_tree.utils.inputs import TRACKER, check_folder_files
+from mcore_prefix_tree.utils.inputs import TRACKER
 
 # Whether arguments contradict each other, and the sentence that says so.
 Rule = tuple[Callable[[argparse.Namespace], bool], str]
@@ -344,19 +343,6 @@ APEX_MISSING = (
     "fused_weight_gradient_mlp_cuda is not installed; give the flag, or build https://github.com/NVIDIA/apex with its "
     "CUDA extensions"
 )
-_CHECKPOINT = re.compile(r"iter_\d{7,}|release")
-
-
-def check_checkpoints(args: argparse.Namespace) -> None:
-    """Raise OSError for a pipe, a socket or a device in a checkpoint's folder: Megatron-LM would wait for ever."""
-    for name in ("load", "pretrained_checkpoint"):
-        folder = getattr(args, name, None)
-        if folder is None or not os.path.isdir(folder):
-            continue
-        check_folder_files(folder)
-        for checkpoint in (entry for entry in os.scandir(folder) if _CHECKPOINT.fullmatch(entry.name)):
-            if checkpoint.is_dir():
-                check_folder_files(checkpoint)
 
 
 def check_checkpoint_args(args: argparse.Namespace) -> None:

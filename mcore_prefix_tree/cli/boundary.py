@@ -5,8 +5,6 @@ from __future__ import annotations
 import codecs
 import io
 import logging
-import os
-import re
 import signal
 import sys
 import unicodedata
@@ -20,10 +18,7 @@ from typer.core import TyperGroup
 
 from mcore_prefix_tree.utils.errors import USER_ERROR, exit_with, readable_errors
 from mcore_prefix_tree.utils.gone import explain_gone
-from mcore_prefix_tree.utils.stdout import lost_output
 
-# In narrower terminals, tables and help are cut down to nothing.
-_NARROWEST = 40
 # Errors that Typer raises for wrong arguments, of Click or of its copy of Click.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
@@ -57,25 +52,15 @@ def write_anything() -> None:
         sys.stdout.reconfigure(errors="mcore_prefix_tree.plainer")
 
 
-def _usable_width() -> None:
-    """Unset widths in the environment that no table fits into, for example ``COLUMNS=0``."""
-    for name in ("COLUMNS", "TERMINAL_WIDTH"):  # Rich's and Typer's
-        width = os.environ.get(name, "")
-        if not (re.fullmatch("[0-9]{2,6}", width) and int(width) >= _NARROWEST):
-            os.environ.pop(name, None)
-
-
 class Commands(TyperGroup):
-    """A group whose every command runs inside :func:`readable_errors` and :func:`lost_output`."""
+    """A group whose every command runs inside :func:`readable_errors`."""
 
     def main(self, *args: Any, **options: Any) -> Any:
         write_anything()
-        with lost_output():
-            return super().main(*args, **options)
+        return super().main(*args, **options)
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
         """Parse the arguments before the command's name; ``--help`` is shown here."""
-        _usable_width()
         with _one_sentence():
             return super().make_context(*args, **kwargs)
 

@@ -325,15 +325,16 @@ class Samples:
     @cached_property
     def source(self) -> Source | None:
         """Return the source of training's samples, None for an unknown step size; raises as ``make_source``."""
-        from mcore_prefix_tree.data import LineOptions, Ranks
+        from mcore_prefix_tree.data import LineOptions
         from mcore_prefix_tree.data.source import Source
         from mcore_prefix_tree.settings import Recipe
         from mcore_prefix_tree.settings.sample_source import check_units, make_source
+        from mcore_prefix_tree.utils.ranks import ALONE
 
         options = self.options
         if options.recipe is not None and options.objective is not None:
             check_units(options.objective, options.recipe.batch, options.recipe.objective)
-            return make_source(options.recipe, options.objective, ranks=Ranks(), options=LineOptions())
+            return make_source(options.recipe, options.objective, ranks=ALONE, options=LineOptions())
         if options.global_batch_size is None:
             return None
         return Source(

@@ -10,7 +10,6 @@ import typer
 from mcore_prefix_tree.cli.options import HuggingFace, RecipeFile, load_job, overrides_like
 from mcore_prefix_tree.cli.pictures import Plot, check_picture, draw_steps
 from mcore_prefix_tree.utils.errors import ENDED_BY_SIGNAL, FAILED, exit_with
-from mcore_prefix_tree.utils.os_signals import ended_at_once
 from mcore_prefix_tree.utils.stdout import outlive_output
 
 
@@ -36,24 +35,23 @@ def train(
     Ctrl-C, a lost terminal, or SIGTERM, SIGUSR1 or SIGUSR2 from a scheduler ends the run after its step, with a
     checkpoint.
     """
-    with ended_at_once():
-        from rich.console import Console
+    from rich.console import Console
 
-        from mcore_prefix_tree.cli.console import ConsoleReporter
+    from mcore_prefix_tree.cli.console import ConsoleReporter
 
-        loaded = load_job(recipe, overrides, "train", hf=hf, outputs=[partial(check_picture, plot)])
-        outlive_output()
-        from mcore_prefix_tree.mcore.loop.jobs import VerificationError, run_train
-        from mcore_prefix_tree.mcore.loop.session import EndedError
+    loaded = load_job(recipe, overrides, "train", hf=hf, outputs=[partial(check_picture, plot)])
+    outlive_output()
+    from mcore_prefix_tree.mcore.loop.jobs import VerificationError, run_train
+    from mcore_prefix_tree.mcore.loop.session import EndedError
 
-        reporter = ConsoleReporter(Console(), keeps=plot is not None)
-        try:
-            run_train(loaded, reporter, resume=resume, new_data=new_data)
-        except VerificationError as error:
-            exit_with(FAILED, str(error))
-        except EndedError as error:
-            raise SystemExit(ENDED_BY_SIGNAL + error.signal) from None
-        finally:
-            reporter.close()
-            if plot is not None and reporter.steps:  # of the main rank, also of a run that ends early
-                draw_steps(reporter.steps, reporter.evaluations, plot)
+    reporter = ConsoleReporter(Console(), keeps=plot is not None)
+    try:
+        run_train(loaded, reporter, resume=resume, new_data=new_data)
+    except VerificationError as error:
+        exit_with(FAILED, str(error))
+    except EndedError as error:
+        raise SystemExit(ENDED_BY_SIGNAL + error.signal) from None
+    finally:
+        reporter.close()
+        if plot is not None and reporter.steps:  # of the main rank, also of a run that ends early
+            draw_steps(reporter.steps, reporter.evaluations, plot)

@@ -3,7 +3,7 @@
 from mcore_prefix_tree.data.chat import ChatMessage, ChatTokenizer, EncodedTurn, Tool, ToolCall
 from mcore_prefix_tree.data.fields import FieldNames
 from mcore_prefix_tree.data.files import resolve_paths
-from mcore_prefix_tree.data.fingerprint import Ranks, check_same_samples
+from mcore_prefix_tree.data.fingerprint import check_same_samples
 from mcore_prefix_tree.data.json_fields import ChatError
 from mcore_prefix_tree.data.messages import parse_messages
 from mcore_prefix_tree.data.read import iter_sample_groups, read_samples
@@ -21,7 +21,6 @@ __all__ = [
     "EncodedTurn",
     "FieldNames",
     "LineOptions",
-    "Ranks",
     "Skipped",
     "StreamedGroups",
     "Tool",

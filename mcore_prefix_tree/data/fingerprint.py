@@ -15,31 +15,11 @@ import numpy.typing as npt
 
 from mcore_prefix_tree.sample import NO_SIGNALS, Sample, SampleError
 from mcore_prefix_tree.signals import RoutedExperts, SamplingMask, Signals, Teacher
+from mcore_prefix_tree.utils.ranks import Ranks, name_ranks
 
 _DEFAULTS = {field.name: field.default for field in fields(Signals)}
 _NAMED = 3
 _AT_ONCE = 4096
-
-
-def _alone(value: Any) -> list[Any]:
-    return [value]
-
-
-def _by_itself(action: Callable[[], Any]) -> Any:
-    return action()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ranks:
-    """Ranks that share work on the same data; ``on_main`` runs an action on the main rank, with its result on all."""
-
-    rank: int = 0
-    size: int = 1
-    gather: Callable[[Any], list[Any]] = _alone
-    on_main: Callable[[Callable[[], Any]], Any] = _by_itself
-
-
-ALONE = Ranks()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,20 +89,6 @@ def _read(read: Callable[[int], Sequence[Sample]], record: int) -> Sequence[Samp
         return ()
 
 
-def name_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """Return the names of ranks in order, for example ``ranks 8-15 on node-b``; ``hosts`` are those of all ranks."""
-    by_host: dict[str, list[int]] = {}
-    for rank in ranks:
-        by_host.setdefault(hosts[rank], []).append(rank)
-    named = [
-        f"{'rank' if len(own) == 1 else 'ranks'} {_spans(own)} on {host}"
-        for host, own in list(by_host.items())[:_NAMED]
-    ]
-    if len(by_host) > _NAMED:
-        named.append(f"those of {_count(len(by_host) - _NAMED, 'other machine')}")
-    return " and ".join(named)
-
-
 def _check_same(what: str, crc: int, paths: Sequence[str], ranks: Ranks) -> None:
     files = {path: _file_size(path) for path in paths}
     digests: list[Digest] = ranks.gather(Digest(host=socket.gethostname(), what=what, crc=crc, files=files))
@@ -155,16 +121,6 @@ def _files(odd: Digest, first: Digest) -> str:
 def _listed(names: Sequence[str]) -> str:
     more = [f"{len(names) - _NAMED} more"] if len(names) > _NAMED else []
     return ", ".join([*names[:_NAMED], *more])
-
-
-def _spans(numbers: Sequence[int]) -> str:
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
 
 
 def _count(number: int, thing: str) -> str:

@@ -12,11 +12,11 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from mcore_prefix_tree.data.fingerprint import ALONE, Ranks
 from mcore_prefix_tree.data.stream import StreamedGroups
 from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.signals import GroupedBy
 from mcore_prefix_tree.utils.launchers import is_first_rank
+from mcore_prefix_tree.utils.ranks import ALONE, Ranks
 
 
 def whole_groups(

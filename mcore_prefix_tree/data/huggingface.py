@@ -21,7 +21,7 @@ from mcore_prefix_tree.data.stopping import with_end
 from mcore_prefix_tree.data.turn_ends import TurnEnds
 from mcore_prefix_tree.data.turn_texts import TurnTexts
 from mcore_prefix_tree.sample import INT32_MAX
-from mcore_prefix_tree.utils.inputs import check_folder_files, is_utf8, read_regular
+from mcore_prefix_tree.utils.inputs import is_utf8
 
 
 class HuggingFaceChatTokenizer:
@@ -232,9 +232,6 @@ class HuggingFaceChatTokenizer:
 def _loaded(folder: str) -> Any:
     if not is_utf8(folder):
         raise ValueError(f"tokenizer '{folder}': transformers opens no path that is not UTF-8; rename the folder")
-    for opened in (folder, os.path.join(folder, "additional_chat_templates")):
-        if os.path.isdir(opened):
-            check_folder_files(opened)
     try:
         loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ImportError, MemoryError):
@@ -325,7 +322,8 @@ def check_ids(tokenizer: Any, folder: str) -> None:
 def _content(folder: str, name: str) -> dict[str, Any]:
     """Return the JSON object in a file of a folder; empty if it cannot be read, since transformers did without it."""
     try:
-        found = json.loads(read_regular(os.path.join(folder, name)))
+        with open(os.path.join(folder, name), "rb") as file:
+            found = json.load(file)
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -10,7 +10,7 @@ from itertools import chain
 
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.files import resolve_paths
-from mcore_prefix_tree.data.fingerprint import ALONE, Ranks, check_same_samples
+from mcore_prefix_tree.data.fingerprint import check_same_samples
 from mcore_prefix_tree.data.grouping import EqualPairs, streamed_whole_groups, whole_groups
 from mcore_prefix_tree.data.jsonl import STDIN
 from mcore_prefix_tree.data.read import iter_sample_groups
@@ -21,6 +21,7 @@ from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.signals import GroupedBy
 from mcore_prefix_tree.utils.choices import OnError, Order
 from mcore_prefix_tree.utils.errors import naming_memory
+from mcore_prefix_tree.utils.ranks import ALONE, Ranks
 
 _CHECKED_AT_ONCE = 64
 

@@ -17,11 +17,12 @@ import numpy.typing as npt
 
 from mcore_prefix_tree.data.fields import OUR_NAMES, FieldNames
 from mcore_prefix_tree.data.files import PathLike, index_files, no_samples, resolve_paths
-from mcore_prefix_tree.data.fingerprint import ALONE, Ranks, check_same_files
+from mcore_prefix_tree.data.fingerprint import check_same_files
 from mcore_prefix_tree.data.records import LineOptions, Record, samples_of_record
 from mcore_prefix_tree.data.skipped import Skipped, check_on_error
 from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.utils.choices import OnError
+from mcore_prefix_tree.utils.ranks import ALONE, Ranks
 
 Turn = tuple[Hashable, int]
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from mcore_prefix_tree.data.json_fields import ChatError
-from mcore_prefix_tree.utils.inputs import read_regular
 from mcore_prefix_tree.utils.launchers import is_first_rank
 
 logger = logging.getLogger(__name__)
@@ -147,7 +146,7 @@ def declared_stops(folder: str) -> frozenset[int]:
     if not path.is_file():
         return frozenset()
     try:
-        config = json.loads(read_regular(path))
+        config = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
         raise ValueError(f"{path} is not valid JSON; restore it from the model's folder") from None
     value = config.get("eos_token_id") if isinstance(config, dict) else None

@@ -312,10 +312,7 @@ def _scale_(values: torch.Tensor, head: Head, kept: KeptRows) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Part:
-    """This rank's part of a chunk: its rows and ids, the ids' rows in it and columns ``[k]``, and the columns ``[U]``.
-
-    The column of an id that another rank has is U.
-    """
+    """This rank's part of a chunk: rows, ids, their rows and columns ``[k]`` (U: another rank's), columns ``[U]``."""
 
     rows: slice
     ids: slice

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from mcore_prefix_tree.data import Ranks
+from mcore_prefix_tree.utils.ranks import ALONE, Ranks
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ def everyone(value: Any) -> list[Any]:
 def all_ranks() -> Ranks:
     """Return the ranks that share the reading of data; without a job, for example in a dry run, only this process."""
     if not dist.is_initialized():
-        return Ranks()
+        return ALONE
     return Ranks(rank=dist.get_rank(), size=dist.get_world_size(), gather=everyone, on_main=on_main_rank)
 
 

@@ -8,7 +8,6 @@ Legend: D data-parallel ranks, K micro-batches per rank, L leaves, N nodes of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +15,7 @@ import numpy.typing as npt
 
 from mcore_prefix_tree.plan.cost import CostModel
 from mcore_prefix_tree.plan.cuts import Run, fewest_runs, least_repeating_runs, longest_runs, reach, reach_of_several
-from mcore_prefix_tree.plan.pack import MAX_ATOMS, Atoms, Leaves, SubtreePlacer, deal, place
+from mcore_prefix_tree.plan.pack import Leaves, SubtreePlacer, deal
 from mcore_prefix_tree.trie import Trie, trie_from_order
 
 Int64Array = npt.NDArray[np.int64]
@@ -114,8 +113,6 @@ def balance(
     search.even_ranks()
     search.least_repeating_runs()
     search.whole_trees()
-    search.whole_ranks()
-    search.even_bins()
     return search.best
 
 
@@ -265,47 +262,12 @@ class _Search:
             bins = _members(one, self.dp_size * count)
             self.consider([bins[at : at + count] for at in range(0, len(bins), count)])
 
-    def whole_ranks(self) -> None:
-        """Deal leaves to ranks first, then each rank's own under the budget."""
-        if self.done() or self.dp_size == 1:
-            return
-        for ranks in self.placed(self.dp_size, self.least, self.makespan, self.max_tokens * self.micro_batches):
-            if self.consider_ranks(ranks):
-                return
-
-    def even_bins(self) -> None:
-        """Try D * K bins, not of neighbours only."""
-        if self.done() or self.dp_size == 1 or self.micro_batches == 1:
-            return
-        mean = self.makespan // self.micro_batches
-        # Uneven bins can be dealt to even ranks: a bin may cost a little more than the best rank's average.
-        bins = self.dp_size * self.micro_batches
-        for found in self.placed(bins, self.least // self.micro_batches, mean + mean // 10, self.max_tokens):
-            self.deal(found)
-            return
-
-    def placed(self, bins: int, bound: int, ceiling: int, max_tokens: int) -> Iterator[list[Int64Array]]:
-        """Yield each bin's leaves under the tightest limit that placing succeeds with, then under looser ones."""
-        atoms = Atoms.of_leaves(self.leaves, self.cost_model, bins=bins, target=bound, max_tokens=max_tokens)
-        if len(atoms.runs) > MAX_ATOMS:
-            return
-        atom_of_leaf = np.repeat(np.arange(len(atoms.runs)), [end - start for start, end in atoms.runs])
-        for slack in _SLACK:
-            limit = bound + bound * slack // 1000
-            if limit >= ceiling:
-                return
-            bin_of = place(atoms, self.cost_model, bins=bins, max_units=limit, max_tokens=max_tokens)
-            if bin_of is not None:
-                yield _members(bin_of[atom_of_leaf], bins)
-
-    def consider_ranks(self, ranks: list[Int64Array]) -> bool:
+    def consider_ranks(self, ranks: list[Int64Array]) -> None:
         """Cut each rank's leaves, int64 ``[n]``, into its micro-batches, if they are enough for all of them."""
         cut = [self.cut(chosen) for chosen in ranks]
         within = [rank for rank in cut if rank is not None]
-        if len(within) < len(ranks):
-            return False
-        self.consider(within)
-        return True
+        if len(within) == len(ranks):
+            self.consider(within)
 
     def cut(self, chosen: Int64Array) -> RankBins | None:
         """Cut a rank's leaves, int64 ``[n]``, into its micro-batches; None if they cannot hold them."""

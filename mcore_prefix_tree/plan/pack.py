@@ -1,11 +1,10 @@
 """Placement of a forest's leaves in bins, whose common paths count once; and of bins on ranks.
 
 A sample that another one continues costs nothing in the same micro-batch: only leaves, the samples that none continues,
-have to be placed, and the others follow. :func:`place` starts from single leaves and lets them find each other;
-:class:`SubtreePlacer` starts from complete trees and cuts one only if no bin can hold it: best fit for items that may
-be broken, at the price of a path that both parts compute.
+have to be placed, and the others follow. :class:`SubtreePlacer` starts from complete trees and cuts one only if no bin
+can hold it: best fit for items that may be broken, at the price of a path that both parts compute.
 
-Legend: L leaves, A atoms, B bins, S samples.
+Legend: L leaves, B bins, S samples.
 """
 
 from __future__ import annotations
@@ -20,15 +19,12 @@ import numpy.typing as npt
 
 from mcore_prefix_tree.layout.stats import branching
 from mcore_prefix_tree.plan.cost import UNITS_PER_TOKEN, CostModel
-from mcore_prefix_tree.plan.cuts import Run, least_repeating_runs
+from mcore_prefix_tree.plan.cuts import Run
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.trie import trie_from_order
 
 Int64Array = npt.NDArray[np.int64]
 
-# Placing is quadratic in the atoms: beyond so many, runs of the order have to do.
-MAX_ATOMS = 4096
-_ATOMS_PER_BIN = 16
 # A cut may leave this part of a bin empty if the path that it repeats is shorter there.
 _SLACK = 8
 
@@ -140,86 +136,6 @@ def first_scored(samples: Sequence[Sample], order: Int64Array, shared: Int64Arra
         dtype=np.int64,
         count=len(order),
     )
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Atoms:
-    """Runs of leaves that are placed together.
-
-    Attributes:
-        context: int64 ``[A]``, tokens of the path that each has in common with the atom before.
-        narrowest: int64 ``[A]``, tokens that all leaves of the atom have in common.
-        tokens, units: int64 ``[A]``, tokens of the budget and cost of each atom by itself.
-    """
-
-    runs: list[Run]
-    context: Int64Array
-    narrowest: Int64Array
-    tokens: Int64Array
-    units: Int64Array
-
-    @classmethod
-    def of_leaves(cls, leaves: Leaves, cost_model: CostModel, *, bins: int, target: int, max_tokens: int) -> Atoms:
-        """Return single leaves, or for many leaves per bin, runs that repeat the least and stay small.
-
-        A run of several leaves costs at most an eighth of ``target``, the cost of a bin in units, and no atom has more
-        than ``max_tokens``, unless a single leaf has.
-        """
-        fresh = leaves.fresh_units(cost_model)
-        context = cost_model.units_of_path(leaves.context)
-        runs = [(leaf, leaf + 1) for leaf in range(len(leaves))]
-        if len(leaves) > _ATOMS_PER_BIN * bins:
-            # A token costs at least one token's units.
-            small = min(target // 8, max_tokens * UNITS_PER_TOKEN)
-            runs = least_repeating_runs(context, fresh, small)
-        first = np.array([start for start, _ in runs], dtype=np.int64)
-        after_first = leaves.context.copy()
-        after_first[first] = leaves.length[first]
-        saved = leaves.saved_tokens(cost_model)
-        return cls(
-            runs=runs,
-            context=leaves.context[first],
-            narrowest=np.minimum.reduceat(after_first, first),
-            tokens=np.add.reduceat(leaves.length - saved, first) + saved[first],
-            units=np.add.reduceat(fresh, first) + context[first],
-        )
-
-
-def place(atoms: Atoms, cost_model: CostModel, *, bins: int, max_units: int, max_tokens: int) -> Int64Array | None:
-    """Return a bin for every atom, int64 ``[A]``, such that no bin exceeds its limits; None if this finds none.
-
-    The most expensive atom comes first, each into the bin to which it adds least (the one that has most of its path),
-    and of several such into the emptiest, to keep room there for atoms that share with it.
-    """
-    count = len(atoms.runs)
-    bin_of = np.full(count, -1, dtype=np.int64)
-    units = np.zeros(bins, dtype=np.int64)
-    tokens = np.zeros(bins, dtype=np.int64)
-    grain = max(1, max_units // 100)  # adding less by a hundredth of a bin is not worth filling another one for
-    for atom in np.argsort(-atoms.units, kind="stable").tolist():
-        # Tokens in common with the nearest atom of each bin on either side; nothing with bins that have none there.
-        # Written from far to near, so the nearest stays; unplaced atoms go to a separate bin.
-        sides = np.zeros((2, bins + 1), dtype=np.int64)
-        sides[0, bin_of[:atom]] = np.minimum.accumulate(atoms.context[atom:0:-1])[::-1]
-        sides[1, bin_of[atom + 1 :][::-1]] = np.minimum.accumulate(atoms.context[atom + 1 :])[::-1]
-        before, after = sides[:, :bins]
-        # Tokens common to both sides were counted once in the bin and twice here.
-        both = np.minimum(np.minimum(before, after), atoms.narrowest[atom])
-        common = np.stack([before, after, both])
-        saved, saved_tokens = cost_model.units_of_path(common), cost_model.saved_tokens(common)
-        added = atoms.units[atom] - saved[0] - saved[1] + saved[2]
-        added_tokens = atoms.tokens[atom] - saved_tokens[0] - saved_tokens[1] + saved_tokens[2]
-        fits = (units + added <= max_units) & (tokens + added_tokens <= max_tokens)
-        candidates = np.flatnonzero(fits)
-        if not len(candidates):
-            return None
-        steps = added[candidates] // grain
-        candidates = candidates[steps == steps.min()]
-        chosen = candidates[np.argmin((units + added)[candidates])]
-        bin_of[atom] = chosen
-        units[chosen] += added[chosen]
-        tokens[chosen] += added_tokens[chosen]
-    return bin_of
 
 
 class SubtreePlacer:

@@ -13,7 +13,6 @@ from typing import Any, get_args
 
 from mcore_prefix_tree.settings.hf_folder import PICKLES, HuggingFaceFolder, keep_until_changed, read_json, tensors_in
 from mcore_prefix_tree.settings.model_section import LoraConfig, LoraTarget
-from mcore_prefix_tree.utils.inputs import check_folder_files
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # PEFT's prefix of the names of a model's layers, and its suffix.
@@ -81,7 +80,6 @@ class AdapterFolder:
 def _read_folder(folder: Path) -> AdapterFolder:
     if not (folder / CONFIG).is_file():
         raise ValueError(f"{folder} is not a folder with an {CONFIG}; give the local folder that PEFT wrote")
-    check_folder_files(folder)
     config = read_json(folder / CONFIG)
     _check(folder / CONFIG, config)
     pickles = sorted(one.name for one in folder.iterdir() if one.suffix in PICKLES)

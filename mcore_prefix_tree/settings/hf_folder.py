@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from mcore_prefix_tree.settings.hf_families import COMPARED, RENAMED, TEXT_MODELS
 from mcore_prefix_tree.settings.section import collect_faults
-from mcore_prefix_tree.utils.inputs import check_folder_files, damage_as, local_path, open_regular, read_text
+from mcore_prefix_tree.utils.inputs import damage_as, local_path, read_text
 from mcore_prefix_tree.utils.launchers import is_first_rank
 
 logger = logging.getLogger(__name__)
@@ -177,7 +177,6 @@ def _read_folder(folder: Path) -> HuggingFaceFolder:
         raise ValueError(
             f"{folder} is not a folder with a {CONFIG}; download the model first and give its local folder"
         )
-    check_folder_files(folder)
     config, has_chat_template, has_pictures = _read_configs(folder)
     placed = _placed_weights(folder)
     headers = {file: tensors_in(folder / file) for file in sorted({SINGLE} if placed is None else set(placed.values()))}
@@ -364,7 +363,6 @@ def tensors_in(file: Path) -> dict[str, tuple[str, Sequence[int]]]:
 
     if not file.is_file():
         raise ValueError(f"{file} is missing; download the folder again")
-    open_regular(file).close()
     with damage_as(f"{file} is not a safetensors file, was cut off or is damaged; download it again"):
         with safe_open(file, "np") as opened:
             tensors = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # not a mapping

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from mcore_prefix_tree.data import FieldNames, LineOptions, Ranks, load_tokenizer
+from mcore_prefix_tree.data import FieldNames, LineOptions, load_tokenizer
 from mcore_prefix_tree.data.source import Source
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.settings.model_section import ModelConfig
 from mcore_prefix_tree.settings.sections import BatchConfig, ObjectiveConfig, Recipe, RecipeError
 from mcore_prefix_tree.utils.choices import OverBudget
+from mcore_prefix_tree.utils.ranks import Ranks
 
 
 def make_source(

@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import resource
+import select
 import signal
 import sys
 import time
@@ -30,8 +31,6 @@ _NO_MEMORY = re.compile(
     + re.escape(os.strerror(errno.EAGAIN))  # of a thread that cannot start
 )
 _NO_FILES = os.strerror(errno.EMFILE)
-# Message of tempfile if it cannot write a word to a file in any folder.
-_NO_FOLDER, _TRIED = "No usable temporary directory", 16
 _ASKED_FOR = re.compile(r"(?:tried|Tried|Unable) to allocate ([0-9.]+) (\w+)")
 
 
@@ -43,19 +42,29 @@ class OutOfMemoryError(MemoryError):
 def readable_errors(is_users: Callable[[BaseException], bool] = lambda error: True) -> Iterator[None]:
     """Turn errors that a user can fix into one line on standard error and exit code 2.
 
-    Ctrl-C exits with 130, quietly. Anything else is a bug and keeps its traceback. ``is_users`` decides whether a user
-    can fix an error of :data:`USER_ERRORS`.
+    Ctrl-C exits with 130, and a closed pipe with 1, quietly. Anything else is a bug and keeps its traceback.
+    ``is_users`` decides whether a user can fix an error of :data:`USER_ERRORS`.
     """
     try:
         yield
-        sys.stdout.flush()  # a reader that has gone away is noticed here rather than at the interpreter's exit
+        print(end="", flush=True)  # a reader that has gone away is noticed here rather than at the interpreter's exit
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
     except (*USER_ERRORS, RuntimeError) as error:
+        if isinstance(error, BrokenPipeError) and _is_output_broken():
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter writes the rest at its exit
+            raise SystemExit(FAILED) from None  # as Rich and Click do
         is_known = isinstance(error, USER_ERRORS) or is_out_of_memory(error) or _NO_FILES in str(error)
         if not (is_known and is_users(error)):
             raise
         exit_with(USER_ERROR, format_error(error))
+
+
+def _is_output_broken() -> bool:
+    """Return whether the reader of standard output, for example ``head``, has gone away."""
+    output = select.poll()
+    output.register(1, 0)
+    return bool(output.poll(0))
 
 
 class Mistakes:
@@ -176,22 +185,11 @@ def format_error(error: BaseException) -> str:
     if _NO_FILES in str(error):  # gloo and torch raise a RuntimeError
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return f"too many open files: this process may have {limit} (ulimit -n); raise that"
-    if isinstance(error, OSError) and _may_not_grow(error):
-        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-        where = "" if error.filename is None else f"{error.filename}: "
-        return f"{where}files of this process may have {limit:,} bytes (ulimit -f); raise that"
     if is_out_of_memory(error) and not isinstance(error, OutOfMemoryError):
         return f"{_no_memory(error)}; use a machine with more, or fewer processes"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename or repr('')}: {error.strerror}"
     return " ".join(str(error).split()) or type(error).__name__
-
-
-def _may_not_grow(error: OSError) -> bool:
-    """Return whether a limit of this process kept a file from growing, for example tempfile's."""
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    is_limited = limit != resource.RLIM_INFINITY
-    return is_limited and (error.errno == errno.EFBIG or (limit < _TRIED and _NO_FOLDER in str(error)))
 
 
 def print_error(sentence: str | None) -> None:
@@ -205,11 +203,7 @@ def print_error(sentence: str | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(_PATIENCE_S if os.environ.get("TORCHELASTIC_ERROR_FILE") else _PATIENCE_ELSEWHERE_S)
     if sentence is not None:
-        for stream in (sys.stderr, sys.stdout):
-            stream.write(f"error: {sentence}\n")
-            stream.flush()
-            if not getattr(stream, "is_lost", False):
-                break
+        print(f"error: {sentence}", file=sys.stderr, flush=True)
 
 
 def is_reporting_rank() -> bool:

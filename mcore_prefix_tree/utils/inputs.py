@@ -72,21 +72,6 @@ def open_input(path: PathLike) -> BinaryIO:
     return opened[0]
 
 
-def open_regular(path: PathLike) -> BinaryIO:
-    """Open a file that a program wrote, for example a checkpoint; raise OSError unless it is a regular file."""
-    # Without waiting for whoever writes to a pipe; a regular file does not notice.
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno == errno.ENXIO:  # a socket
-            raise _not_regular(path) from None
-        raise
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise _not_regular(path)
-    return os.fdopen(descriptor, "rb")
-
-
 @contextmanager
 def damage_as(sentence: str) -> Iterator[None]:
     """Raise ValueError for whatever a damaged file of arrays makes its library raise, but OSError and MemoryError."""
@@ -96,24 +81,6 @@ def damage_as(sentence: str) -> Iterator[None]:
         raise
     except Exception:
         raise ValueError(sentence) from None
-
-
-def read_regular(path: PathLike) -> bytes:
-    """Return the content of a file; see :func:`open_regular`."""
-    with open_regular(path) as stream:
-        return stream.read()
-
-
-def check_folder_files(folder: PathLike) -> None:
-    """Raise OSError, with the name, if a folder has entries that are neither files nor folders, or is unreadable."""
-    for entry in os.scandir(folder):
-        leads_nowhere = entry.is_symlink() and not os.path.exists(entry.path)
-        if not (entry.is_file() or entry.is_dir() or leads_nowhere):
-            raise _not_regular(entry.path)
-
-
-def _not_regular(path: PathLike) -> OSError:
-    return OSError(errno.EINVAL, "is not a regular file; put the file itself there", os.fspath(path))
 
 
 def read_text(path: PathLike) -> str:

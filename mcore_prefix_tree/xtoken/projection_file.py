@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mcore_prefix_tree.data.write import whole_file
-from mcore_prefix_tree.utils.inputs import damage_as, open_regular
+from mcore_prefix_tree.utils.inputs import damage_as
 from mcore_prefix_tree.xtoken.projection import Entries, Projection, from_entries
 from mcore_prefix_tree.xtoken.token_bytes import TokenBytes
 
@@ -113,7 +113,6 @@ def _read_arrays(path: str | Path) -> tuple[dict[str, npt.NDArray[Any]], dict[st
     """Return the arrays of a safetensors file, and its metadata."""
     from safetensors import safe_open
 
-    open_regular(path).close()
     with damage_as(f"{path}: {_DAMAGED}"), safe_open(str(path), framework="numpy") as file:
         about = dict(json.loads((file.metadata() or {}).get(_KEY, "{}")))
         return {name: file.get_tensor(name) for name in file.keys()}, about  # noqa: SIM118  # not a mapping
@@ -160,7 +159,6 @@ def _torch_bytes(projection: Projection, student_name: str, teacher_name: str) -
 def _read_torch(path: str | Path, student: TokenBytes, teacher: TokenBytes, scale_column: bool) -> Projection:
     import torch
 
-    open_regular(path).close()
     with damage_as(f"{path}: {_DAMAGED}"):
         content = torch.load(path, map_location="cpu", weights_only=True)
     if isinstance(content, dict) and {"indices", "likelihoods"} <= content.keys():

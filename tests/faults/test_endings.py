@@ -59,7 +59,7 @@ def all_cases() -> list[Case]:
     for stage, number in (("step", TERM), ("later save: tensors", HUP), ("first save: tracker", KILL)):
         cases.append(Case(stage, number, "group" if number != KILL else "process", settings=STREAMED))
     for stage in ("step", "first save: tensors", "later save: tensors"):
-        ways = [(TERM, "launcher"), (KILL, "launcher"), (KILL, "other rank"), (USR1, "process")]
+        ways = [(TERM, "launcher"), (KILL, "other rank"), (USR1, "process")]
         cases += [Case(stage, *way, ranks=2) for way in ways]
     return [one for one in cases if one not in QUICK]
 
@@ -137,7 +137,9 @@ def check_ending(outcome: Outcome, saved: int | None) -> None:
     assert len(outcome.own_words) <= 2, told
     assert "/mcore_prefix_tree/" not in outcome.err, f"a traceback: {told}"
     if case.ranks == 1:
-        assert outcome.status == (-KILL if killed else 128 + case.signal), told
+        # Before the first step signals end the process as any other; Python turns Ctrl-C into an error.
+        at_once = stage.ended is None and case.signal != INT
+        assert outcome.status == (-case.signal if killed or at_once else 128 + case.signal), told
         assert saved == (stage.killed if killed else stage.ended), told
     else:
         assert outcome.status != 0, "a scheduler would take the job for done"
@@ -179,18 +181,15 @@ def shell(words: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    ("words", "lost"),
+    "words",
     [
-        pytest.param('"$@" | head -1; exit ${PIPESTATUS[0]}', "Broken pipe", id="a reader that goes away"),
-        pytest.param('"$@" > /dev/full', "No space left on device", id="a full device", marks=pytest.mark.slow),
-        pytest.param('"$@" >&-', None, id="no output at all", marks=pytest.mark.slow),
+        pytest.param('"$@" | head -1; exit ${PIPESTATUS[0]}', id="a reader that goes away"),
+        pytest.param('"$@" > /dev/full', id="a full device", marks=pytest.mark.slow),
     ],
 )
-def test_training_outlives_its_output(recipe: Path, tmp_path: Path, words: str, lost: str | None) -> None:
+def test_training_outlives_its_output(recipe: Path, tmp_path: Path, words: str) -> None:
     done = shell(words, "train", str(recipe), f"checkpoint.save={tmp_path}")
-    assert done.returncode == 0, done.stderr
-    told = f"standard output is lost ({lost}); the run continues without it\n"
-    assert done.stderr == ("" if lost is None else told)
+    assert (done.returncode, done.stderr) == (0, "")
     assert last_saved(tmp_path) == STEPS
 
 
@@ -230,15 +229,12 @@ def test_training_outlives_its_terminal(recipe: Path, tmp_path: Path, heeded: bo
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "error"),
+    ("words", "status"),
     [
-        ('"$@" | head -c 1 > /dev/null; exit ${PIPESTATUS[0]}', (0, 141), ""),
-        ('"$@" | true; exit ${PIPESTATUS[0]}', (141,), ""),
-        ('"$@" > /dev/full', (2,), "error: standard output: No space left on device\n"),
-        ('"$@" 2> /dev/full > /dev/full', (2,), ""),
-        ('"$@" >&- 2>&-', (0,), ""),
+        ('"$@" | head -c 1 > /dev/null; exit ${PIPESTATUS[0]}', (0, 1)),
+        ('"$@" | true; exit ${PIPESTATUS[0]}', (1,)),
     ],
 )
-def test_command_without_its_output_ends_quietly(recipe: Path, words: str, status: tuple[int, ...], error: str) -> None:
+def test_command_without_its_output_ends_quietly(recipe: Path, words: str, status: tuple[int, ...]) -> None:
     done = shell(words, "inspect", str(recipe.with_name("data.jsonl")))
-    assert (done.returncode in status, done.stderr) == (True, error), (done.returncode, done.stderr)
+    assert (done.returncode in status, done.stderr) == (True, ""), (done.returncode, done.stderr)

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
-import signal
-import stat
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -74,45 +69,6 @@ def test_file_of_another_run_is_rejected(job: Path, folder: Path, name: str) -> 
     assert result.exit_code == 1 or result.exit_code == 2
     assert scored is None
     assert f"{name} changed after this checkpoint was written" in result.output.replace("\n", "")
-
-
-@contextmanager
-def ended_within(seconds: int) -> Iterator[None]:
-    def give_up(*_: object) -> None:
-        raise AssertionError("it waits")
-
-    before = signal.signal(signal.SIGALRM, give_up)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def put_socket(path: Path) -> None:
-    os.mknod(path, stat.S_IFSOCK | 0o600)
-
-
-@pytest.mark.parametrize("put", [os.mkfifo, put_socket, lambda path: path.symlink_to("/dev/zero")])
-def test_special_files_are_rejected_without_waiting(job: Path, folder: Path, put: Callable[[Path], Any]) -> None:
-    run = folder.parent
-    names = [path for path in sorted(run.rglob("*")) if path.is_file()]
-    assert len(names) >= 6
-    for path in {*names, folder / "common.pt"}:  # which Megatron writes until 0.18
-        content = path.read_bytes() if path.exists() else None
-        path.unlink(missing_ok=True)
-        put(path)
-        with ended_within(60):
-            result, scored = score(job, run)
-            resumed = run_command("train", job, "--resume", f"checkpoint.save={run}")
-        for done in (result, resumed):
-            (line,) = done.stderr.splitlines()
-            assert line == f"error: {path}: is not a regular file; put the file itself there", path
-        assert scored is None
-        path.unlink()
-        if content is not None:
-            path.write_bytes(content)
 
 
 def test_missing_file_is_named(job: Path, folder: Path) -> None:

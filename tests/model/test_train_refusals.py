@@ -52,7 +52,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("model.transformer.hidden_dropout=0.1", f"does not support hidden_dropout=0.1: {DROPOUT}"),
         ("model.transformer.expert_model_parallel_size=2", "other keys of the recipe, or folding, decide this"),
         ("model.transformer.expert_tensor_parallel_size=1", "other keys of the recipe, or folding, decide this"),
-        ("parallel.expert_model_parallel_size=2", "but the model has no experts to share"),
+        ("parallel.expert_model_parallel_size=2", "num_moe_experts must be non None to use expert-parallel"),
         ("model.transformer.tp_comm_overlap=true", "does not support tp_comm_overlap=True: its buffers have one"),
         ("model.transformer.window_size=[16,0]", "finds none that supports this run (path: window=17 "),
         (

@@ -165,7 +165,7 @@ def test_changed_settings_of_a_resumed_run_are_reported(
         f"resumed from {saved / 'iter_0000006'}",
     ]
     assert load_recipe(saved / "iter_0000007" / "recipe.yaml").train_iters == 7
-    (saved / "iter_0000007" / "recipe.yaml").unlink()  # older checkpoints have none
+    (saved / "iter_0000007" / "recipe.yaml").unlink()  # another program writes none
     notes = train(recipe, *saving(saved), *changed, "train_iters=8", resume=True)
     assert notes.told == [f"resumed from {saved / 'iter_0000007'}"]
 

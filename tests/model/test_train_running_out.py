@@ -167,31 +167,14 @@ def test_full_disk_error_names_the_path(job: Path) -> None:
     with at_most(64):
         said = sentence(run_command("train", job, f"log.tensorboard={output}"))
     assert str(output) in said
-    assert "File too large" in said or "(ulimit -f)" in said
+    assert "File too large" in said
     assert not list(job.parent.glob("*.unfinished"))
 
 
-@pytest.mark.parametrize(
-    ("variables", "says"),
-    [
-        ({"RANK": "5", "WORLD_SIZE": "2"}, "RANK=5 is not below WORLD_SIZE=2; "),
-        ({"RANK": "0"}, "RANK=0 is set without WORLD_SIZE; "),
-        ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4 is set without RANK; "),
-        ({"MASTER_ADDR": "no.such.machine.invalid", "RANK": "1", "WORLD_SIZE": "2"}, "MASTER_ADDR=no.such.machine.inv"),
-        (
-            {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "1"},
-            "Slurm started 2 ranks (SLURM_STEP_",
-        ),
-    ],
-)
-def test_nonsensical_ranks_are_rejected_at_once(
-    job: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], says: str
-) -> None:
-    if "RANK" in variables:
-        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512", **variables}
-    for variable, value in variables.items():
+def test_ranks_without_a_meeting_place_are_rejected_at_once(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable, value in {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "1"}.items():
         monkeypatch.setenv(variable, value)
-    assert sentence(run_command("train", job)).startswith(says)
+    assert sentence(run_command("train", job)).startswith("Slurm started 2 ranks (SLURM_STEP_NUM_TASKS), but MASTER_")
 
 
 def test_port_in_use_is_reported(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import socket
-import threading
-import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -100,25 +98,6 @@ def test_ranks_use_the_recipes_timeout(tmp_path: Path) -> None:
         assert timeouts() == [timedelta(minutes=47)] * 2
     with world_of_one(load_recipe(job)):
         assert timeouts() == [timedelta(minutes=30)] * 2, "torch's for gloo, and Megatron's"
-
-
-def test_files_of_another_machine_may_appear_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As network file systems show it."""
-    monkeypatch.setattr(checkpoint, "_LOOK_S", 0.01)
-    late = tmp_path / "runs" / "late"
-
-    def come() -> None:
-        late.parent.mkdir()
-        late.touch()
-
-    timer = threading.Timer(0.2, come)
-    timer.start()
-    assert checkpoint._appears(late)
-    timer.join()
-    monkeypatch.setattr(checkpoint, "_PATIENCE_S", 0.05)
-    started = time.monotonic()
-    assert not checkpoint._appears(tmp_path / "never")
-    assert time.monotonic() - started < 60
 
 
 def test_a_folder_that_is_shared_is_made_and_left_empty(tmp_path: Path) -> None:

@@ -12,10 +12,11 @@ import pyarrow as pa
 import pyarrow.feather
 import pyarrow.parquet
 
-from mcore_prefix_tree.data import EncodedTurn, LineOptions, Ranks, Skipped, StreamedGroups
+from mcore_prefix_tree.data import EncodedTurn, LineOptions, Skipped, StreamedGroups
 from mcore_prefix_tree.data.grouping import streamed_whole_groups
 from mcore_prefix_tree.data.json_fields import ChatError
 from mcore_prefix_tree.sample import SampleError
+from mcore_prefix_tree.utils.ranks import Ranks
 
 
 class CharacterTokenizer:

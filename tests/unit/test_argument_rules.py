@@ -127,7 +127,6 @@ def parse(text: str, data: Path, *, rl: bool = False) -> argparse.Namespace:
 
 def check(args: argparse.Namespace) -> None:
     """Apply the rules in the order of ``mcore/megatron_lm/``."""
-    refusals.check_checkpoints(args)
     refusals.check_checkpoint_args(args)
     refusals.check_arguments(args)
     refusals.check_score(args)

@@ -38,7 +38,15 @@ def save(checkpoint, monkeypatch):
         monkeypatch.setattr(checkpoint, "_state", lambda *_, **__: {})
         monkeypatch.setattr(checkpoint, "write_checksums", lambda folder: None)
         progress = checkpoint.Progress(
-            iteration=iteration, consumed_samples=8, global_batch_size=4, seed=1, order="shuffled", samples_per_epoch=9
+            iteration=iteration,
+            consumed_samples=8,
+            data_from=0,
+            global_batch_size=4,
+            groups_per_step=None,
+            seed=1,
+            order="shuffled",
+            samples_per_epoch=9,
+            checksums={},
         )
         with single_process():
             checkpoint.save(folder, [], None, Stateless(), progress, settings=asdict(load_recipe(RECIPE)))

@@ -68,16 +68,6 @@ def test_a_group_without_a_command_shows_its_help() -> None:
         assert done.stderr == ""
 
 
-@pytest.mark.parametrize("columns", ["0", "-1", "1", "39", "wide", "9" * 5000])
-@pytest.mark.parametrize("arguments", [["inspect"], ["plan", "--help"]])
-def test_terminal_without_width_prints_as_usual(data: Path, arguments: list[str], columns: str) -> None:
-    command, *options = arguments
-    files = [] if "--help" in options else [data]
-    shown = cli(command, *files, *options, COLUMNS=columns, TERMINAL_WIDTH=columns)
-    assert shown.exit_code == 0, shown.output
-    assert shown.output == cli(command, *files, *options, COLUMNS="80").output
-
-
 def test_the_most_micro_batches_are_named(data: Path) -> None:
     done = cli("plan", data, "--max-tokens", 64, "--dp", 2**14, "--micro-batches", 8)
     assert done.stderr == "error: --dp 16384 with --micro-batches 8: at most 65,536 are planned\n"

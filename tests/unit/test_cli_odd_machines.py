@@ -1,9 +1,8 @@
-"""Paths that are not UTF-8, limits that keep files from growing, and settings that are given twice, in commands."""
+"""Paths that are not UTF-8, and settings that are given twice, in commands."""
 
 from __future__ import annotations
 
 import os
-import resource
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -53,19 +52,6 @@ def test_an_override_that_is_not_utf8_is_named(tmp_path: Path, key: str) -> None
     assert result.stderr.startswith(
         f"error: override {f'{key}={NAME}'!r} is not UTF-8; rename the file that it names; "
     )
-
-
-@pytest.mark.parametrize("command", [("train", "recipe.yaml"), ("recipes", "mine")])
-def test_files_that_may_not_grow_are_named(tmp_path: Path, command: tuple[str, ...]) -> None:
-    (tmp_path / "recipe.yaml").write_text(
-        "data: {path: data.jsonl}\n"
-        "model: {num_layers: 1, hidden_size: 32, num_attention_heads: 4, vocab_size: 64}\n"
-        "batch: {global_batch_size: 1, max_tokens: 40}\noptimizer: {lr: 0.01}\ntrain_iters: 1\n"
-    )
-    (tmp_path / "data.jsonl").write_text(ROW)
-    status, said = run(tmp_path, *command, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)))
-    assert status == 2
-    assert said == "error: files of this process may have 0 bytes (ulimit -f); raise that\n"
 
 
 @pytest.mark.parametrize("option", ["--fields", "--chat-template-kwargs"])

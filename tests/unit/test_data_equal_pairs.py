@@ -9,11 +9,11 @@ import pytest
 from harness.commands import write_rows
 
 from mcore_prefix_tree.data import LineOptions
-from mcore_prefix_tree.data.fingerprint import Ranks
 from mcore_prefix_tree.data.grouping import EqualPairs
 from mcore_prefix_tree.data.source import Source
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.signals import Signals
+from mcore_prefix_tree.utils.ranks import Ranks
 
 
 def row(pair: str, chosen: bool, tokens: list[int], mask: list[int] | None = None) -> dict[str, Any]:

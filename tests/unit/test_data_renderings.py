@@ -75,7 +75,8 @@ def test_formats_must_agree_on_the_turns(tmp_path, tokenizers):
 
 
 def test_ranks_compare_renderings(tmp_path, tokenizers):
-    from mcore_prefix_tree.data.fingerprint import Ranks, check_same_samples
+    from mcore_prefix_tree.data.fingerprint import check_same_samples
+    from mcore_prefix_tree.utils.ranks import Ranks
 
     path = write_rows(tmp_path / "chats.jsonl", [{"messages": TALK}])
     one, other = read(path, tokenizers[:2]), read(path, [tokenizers[0], tokenizers[2]])

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 
 from mcore_prefix_tree import Sample, SampleError
 from mcore_prefix_tree.data import read_samples
-from mcore_prefix_tree.data.fingerprint import Ranks, check_same_samples
+from mcore_prefix_tree.data.fingerprint import check_same_samples
 from mcore_prefix_tree.data.skipped import Skipped
 from mcore_prefix_tree.data.write import make_row, rows_file
+from mcore_prefix_tree.utils.ranks import Ranks
 
 TOKENS = {"tokens": [1, 2, 3, 4], "loss_mask": [0, 0, 1, 1]}
 ROUTES = [[[0, 5], [1, 2]], [[4, 3], [200, 1]], [[5, 2], [3, 0]]]

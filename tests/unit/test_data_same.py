@@ -10,10 +10,10 @@ import pytest
 from harness.commands import write_rows
 
 from mcore_prefix_tree import Sample
-from mcore_prefix_tree.data import LineOptions, Ranks, StreamedGroups, check_same_samples, iter_sample_groups
-from mcore_prefix_tree.data.fingerprint import name_ranks
+from mcore_prefix_tree.data import LineOptions, StreamedGroups, check_same_samples, iter_sample_groups
 from mcore_prefix_tree.sample import SampleError
 from mcore_prefix_tree.signals import Signals
+from mcore_prefix_tree.utils.ranks import Ranks, name_ranks
 
 HOSTS = ("node-a", "node-a", "node-b", "node-b")
 ROWS = [{"tokens": [1, 2, number], "loss_mask": [0, 1, 1]} for number in range(10, 19)]

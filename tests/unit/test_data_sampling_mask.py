@@ -8,9 +8,10 @@ from data_sources import CHAT, CharacterTokenizer
 
 from mcore_prefix_tree import Sample, SampleError, SamplingMask, Signals
 from mcore_prefix_tree.data import read_samples
-from mcore_prefix_tree.data.fingerprint import Ranks, check_same_samples
+from mcore_prefix_tree.data.fingerprint import check_same_samples
 from mcore_prefix_tree.data.write import make_row, rows_file
 from mcore_prefix_tree.objectives import make_objective
+from mcore_prefix_tree.utils.ranks import Ranks
 
 TOKENS = {"tokens": [1, 2, 3, 4], "loss_mask": [0, 0, 1, 1]}
 CSR = {"token_ids": [7, 3, 9, 4], "offsets": [0, 0, 0, 3, 4]}

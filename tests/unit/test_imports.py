@@ -213,6 +213,71 @@ def test_nothing_left_of_the_seam_loads_megatron():
     assert result.returncode == 0, result.stderr
 
 
+# Trainers are stand-ins: some are not installed, and others load a GPU's packages.
+DOORS = """
+import importlib, sys
+from importlib.machinery import ModuleSpec
+
+class AnyName(type):
+    def __getattr__(cls, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return cls
+
+class Anything(metaclass=AnyName):
+    def __init__(self, *args, **kwargs): ...
+    def __call__(self, wrapped):
+        return wrapped
+
+class Trainers:
+    names = ("verl", "slime", "nemo_rl", "ray", "tensordict", "transfer_queue", "megatron.bridge", "megatron.training")
+    def find_spec(self, name, path=None, target=None):
+        if any(f"{name}.".startswith(f"{trainer}.") for trainer in self.names):
+            return ModuleSpec(name, self, is_package=True)
+    def create_module(self, spec): ...
+    def exec_module(self, module):
+        module.__getattr__ = lambda name: getattr(Anything, name)
+
+def check(door):
+    above = sorted(name for name in sys.modules if ".".join(name.split(".")[:2]) in sys.argv[2:])
+    assert not above, f"{door} loads {above}"
+
+sys.meta_path.insert(0, Trainers())
+for door in sys.argv[1].split():
+    importlib.import_module(door)
+    check(door)
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_config import TransformerConfig
+from mcore_prefix_tree.mcore import fold_inside, single_process
+
+with single_process():
+    sizes = dict(num_layers=2, hidden_size=8, num_attention_heads=2, use_cpu_initialization=True)
+    config = TransformerConfig(**sizes, hidden_dropout=0.0, attention_dropout=0.0)
+    model = GPTModel(config, get_gpt_layer_local_spec(), 32, 16, position_embedding_type="rope")
+    model = fold_inside(model, attention_backend="reference", check_first=True, max_tokens=4)
+    ids, ends = torch.tensor([[1, 2, 3, 4, 1, 2, 3, 5]]), torch.tensor([0, 4, 8], dtype=torch.int32)
+    rows = PackedSeqParams("thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=4, max_seqlen_kv=4)
+    model(ids, None, None, packed_seq_params=rows, labels=ids).sum().backward()
+    assert model.folding.last.unique_tokens == 5
+check("a folded step")
+"""
+
+
+def test_trainers_load_only_the_core():
+    """Neither the doors of trainers nor a step of a model that folds inside load recipes, their data or objectives."""
+    names = ["transformers", "trl", "prefix_grouper", "automodel", "verl.engine", "verl.trainers", "slime", "nemo_rl"]
+    doors = [f"{PACKAGE}.integrations.{name}" for name in [*names, "megatron_bridge"]]
+    rooms = ["data", "settings", "cli", "arguments", "bench", "objectives", "xtoken"]
+    rooms = [f"{PACKAGE}.{room}" for room in rooms]
+    command = [sys.executable, "-W", "ignore", "-c", DOORS, " ".join([*doors, f"{PACKAGE}.mcore"]), *rooms]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT.parent)
+    assert result.returncode == 0, result.stderr
+
+
 def test_the_command_line_loads_nothing_heavy_for_its_help():
     loaded = loaded_by(f"import {PACKAGE}.cli.main")
     assert "typer" in loaded

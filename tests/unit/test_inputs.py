@@ -12,7 +12,6 @@ import pytest
 
 from mcore_prefix_tree.data import iter_sample_groups, jsonl
 from mcore_prefix_tree.data.files import index_files
-from mcore_prefix_tree.plan import read_measured
 from mcore_prefix_tree.sample import SampleError
 from mcore_prefix_tree.settings import RecipeError, load_recipe
 from mcore_prefix_tree.utils import inputs
@@ -37,8 +36,6 @@ def test_a_fifo_without_a_writer_is_refused(fifo: Path) -> None:
         samples(fifo)
     with pytest.raises(RecipeError, match=NOBODY.removesuffix("$")):
         load_recipe(fifo)
-    with pytest.raises(OSError, match="no process has opened this FIFO"):
-        read_measured(str(fifo))
 
 
 def test_nothing_that_is_written_to_a_fifo_is_lost(fifo: Path) -> None:
@@ -101,22 +98,6 @@ def test_some_blank_lines_are_skipped(tmp_path: Path) -> None:
     assert samples(path) == [[1]] * 3
 
 
-def test_a_folder_with_something_else_than_files_is_not_opened(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "link").symlink_to("nowhere")
-    inputs.check_folder_files(tmp_path)
-    os.mkfifo(path := tmp_path / "pipe")
-    with pytest.raises(OSError, match="is not a regular file; put the file itself there"):
-        inputs.check_folder_files(tmp_path)
-    with pytest.raises(OSError, match="is not a regular file") as refused:
-        inputs.read_regular(path)
-    assert refused.value.filename == str(path)
-    with pytest.raises(OSError, match="is not a regular file"):
-        inputs.read_regular("/dev/zero")
-    assert inputs.read_regular(tmp_path / "file") == b""
-
-
 @pytest.mark.parametrize("text", ['{"a": 1, "a": 1}', '{"b": {"a": 1, "c": 2, "a": 3}}', '[{"a": 1, "a": 2}]'])
 def test_json_with_a_key_twice_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="the key 'a' is there twice; remove one"):
@@ -127,24 +108,3 @@ def test_json_with_a_key_twice_is_refused(text: str) -> None:
 def test_text_that_is_not_json_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"{text!r:.60} is not JSON (")):
         inputs.parse_json(text)
-
-
-def test_tokenizer_folders_are_not_waited_for(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    from harness.tokenizer_folders import CHATML, make_folder
-
-    from mcore_prefix_tree.data import load_tokenizer
-
-    folder = Path(make_folder(tmp_path / "folder", CHATML))
-    names = [path for path in folder.iterdir() if path.is_file()]
-    assert len(names) >= 2
-    for path in [*names, folder / "added_tokens.json"]:
-        content = path.read_bytes() if path.exists() else None
-        path.unlink(missing_ok=True)
-        os.mkfifo(path)
-        with pytest.raises(OSError, match="is not a regular file") as refused:
-            load_tokenizer(str(folder))
-        assert refused.value.filename == str(path)
-        path.unlink()
-        if content is not None:
-            path.write_bytes(content)

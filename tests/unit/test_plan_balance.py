@@ -128,14 +128,14 @@ def conversations_and_groups(prompts, count, turns):
     rng = np.random.default_rng(prompts)
     samples = []
     for _ in range(prompts):
-        prompt = rng.integers(0, 1000, rng.integers(5, 50)).tolist()
+        prompt = rng.integers(0, 10**6, rng.integers(5, 50)).tolist()
         for _ in range(count):
             history = list(prompt)
             for _ in range(turns):
                 start, own = len(history), rng.integers(1, 30)
-                history += rng.integers(0, 1000, own).tolist()
+                history += rng.integers(0, 10**6, own).tolist()
                 samples.append(Sample(tokens=history, loss_mask=[0] * start + [1] * int(own)))
-                history += rng.integers(0, 1000, rng.integers(1, 40)).tolist()
+                history += rng.integers(0, 10**6, rng.integers(1, 40)).tolist()
     return samples
 
 

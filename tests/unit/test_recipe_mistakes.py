@@ -178,7 +178,7 @@ def folder(tmp_path: Path) -> Path:
 def opened(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often each file of a folder was opened."""
     counts: Counter[str] = Counter()
-    for name in ("open_regular", "read_text"):
+    for name in ("tensors_in", "read_text"):
         honest = getattr(hf_folder, name)
         monkeypatch.setattr(
             hf_folder, name, lambda path, honest=honest: (counts.update([Path(path).name]), honest(path))[1]

@@ -12,22 +12,18 @@ import fcntl
 import os
 import re
 import shutil
-import socket
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mcore_prefix_tree.data.fingerprint import name_ranks
 from mcore_prefix_tree.mcore.checkpoints.integrity import (
     DamagedCheckpointError,
     UnsafeCheckpointError,
@@ -46,11 +42,9 @@ from mcore_prefix_tree.mcore.models.lora import load_frozen
 from mcore_prefix_tree.mcore.ranks import everyone, is_of_lost_rank, on_main_rank
 from mcore_prefix_tree.mcore.seam.scalar_output_layer import CHECKPOINT_KEY, start_new_head
 from mcore_prefix_tree.settings import ModelConfig, RecipeError
-from mcore_prefix_tree.utils.inputs import TRACKER, check_folder_files, read_regular
+from mcore_prefix_tree.utils.inputs import TRACKER
 
 RELEASE = "release"
-# How long a rank looks for a file that another machine has written, and how often.
-_PATIENCE_S, _LOOK_S = 15.0, 0.5
 _RECIPE_SETTINGS = ("max_lr", "min_lr", "betas")
 # Errors that Megatron and torch raise when the disk fails while they write.
 _WRITING_ERRORS = (OSError, RuntimeError, CheckpointException)
@@ -77,13 +71,13 @@ class Progress:
 
     iteration: int
     global_batch_size: int | None
-    groups_per_step: int | None = None  # older checkpoints lack it
+    groups_per_step: int | None
     seed: int
     order: str
     samples_per_epoch: int
     consumed_samples: int
-    data_from: int = 0  # this and the next one older checkpoints lack
-    checksums: dict[str, int] = field(default_factory=dict)
+    data_from: int
+    checksums: dict[str, int]
 
 
 def latest_iteration(folder: str | Path) -> int | None:
@@ -91,7 +85,7 @@ def latest_iteration(folder: str | Path) -> int | None:
     tracker = Path(folder) / TRACKER
     if not tracker.exists():
         return None
-    text = read_regular(tracker).decode("ascii", errors="backslashreplace").strip()
+    text = tracker.read_bytes().decode("ascii", errors="backslashreplace").strip()
     if not re.fullmatch(r"\d{1,18}", text):
         raise RecipeError(f"{tracker} holds {text!r:.40} instead of an iteration; write the last complete one there")
     return int(text)
@@ -100,7 +94,7 @@ def latest_iteration(folder: str | Path) -> int | None:
 def latest_weights(folder: str | Path) -> int | str | None:
     """Return :func:`latest_iteration`, or ``release``, which Megatron-LM's converters write instead of an iteration."""
     tracker = Path(folder) / TRACKER
-    if tracker.exists() and read_regular(tracker).strip() == RELEASE.encode():
+    if tracker.exists() and tracker.read_bytes().strip() == RELEASE.encode():
         return RELEASE
     return latest_iteration(folder)
 
@@ -120,43 +114,17 @@ def iteration_folder(folder: str | Path, iteration: int | str) -> Path:
 
 
 def make_folder(folder: str | Path) -> None:
-    """Make the folder for checkpoints and check that all ranks share it, or raise SaveError; all ranks call it."""
-    # Nobody has asked for this name before, so that no network file system remembers that it is not there.
-    token = Path(folder) / f".shared-{everyone(uuid4().hex)[0]}"
+    """Make the folder for checkpoints, on the main rank; raise SaveError on every rank if it cannot be written to."""
 
     def make() -> None:
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
             if not os.access(folder, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, "it cannot be written to")
-            token.touch()
         except OSError as error:
             raise SaveError(f"checkpoint.save={folder}: {error.strerror}; name a folder to write to") from error
 
     on_main_rank(make)
-    of_all = everyone((_appears(token), socket.gethostname(), str(Path(folder).absolute())))
-    on_main_rank(lambda: token.unlink(missing_ok=True))
-    hosts = [host for _, host, _ in of_all]
-    blind = [rank for rank, (seen, _, _) in enumerate(of_all) if not seen]
-    if blind:
-        raise SaveError(
-            f"checkpoint.save={folder}: {name_ranks(blind, hosts)} cannot see in {of_all[blind[0]][2]} what "
-            f"{name_ranks([0], hosts)} wrote to {of_all[0][2]}, and each would keep a part of every checkpoint; name "
-            "a folder that all machines share"
-        )
-
-
-def _appears(path: Path) -> bool:
-    """Return whether a file exists, or appears within the time that network file systems take to notice."""
-    deadline = time.monotonic() + _PATIENCE_S
-    while not path.exists():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_LOOK_S)
-        with suppress(OSError):  # NFS asks its server again when a folder is listed
-            os.listdir(path.parent.parent)
-            os.listdir(path.parent)
-    return True
 
 
 def save(
@@ -249,11 +217,7 @@ def load(
         group.update(settings)
     optimizer.load_state_dict(loaded["optimizer"])
     scheduler.load_state_dict(loaded["opt_param_scheduler"])
-    progress = loaded["progress"]
-    if "shuffle" in progress:  # the key of older checkpoints
-        progress["order"] = "shuffled" if progress.pop("shuffle") else "file"
-    known = {one.name for one in fields(Progress)}  # a newer version may write more
-    return Progress(**{key: value for key, value in progress.items() if key in known})
+    return Progress(**loaded["progress"])
 
 
 def load_weights(
@@ -291,7 +255,6 @@ def _existing(folder: str | Path, iteration: int | str, model: ModelConfig | Non
     source = iteration_folder(folder, iteration)
     if not source.is_dir():
         raise RecipeError(f"{Path(folder) / TRACKER} names iteration {iteration}, but {source} does not exist")
-    on_main_rank(partial(check_folder_files, source))
     with _reading(source):
         on_main_rank(partial(check_metadata, source))
         on_main_rank(partial(check_holds_only_data, source))

@@ -36,7 +36,6 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesSto
 from mcore_prefix_tree.mcore.checkpoints.saved_recipe import FILE as SETTINGS
 from mcore_prefix_tree.mcore.ranks import all_ranks, everyone, on_main_rank
 from mcore_prefix_tree.settings import RecipeError
-from mcore_prefix_tree.utils.inputs import open_regular, read_regular
 
 MANIFEST = "checksums.json"
 _TENSORS = ".distcp"
@@ -96,7 +95,7 @@ def _check_share(folder: Path) -> None:
                 raise DamagedCheckpointError(f"{folder / name} is missing, and {MANIFEST} names it")
     for path, items in _share_of_files(folder):
         try:
-            with open_regular(path) as file:
+            with path.open("rb") as file:
                 if any(_archive(file, stored).testzip() is not None for stored in items):
                     raise zipfile.BadZipFile
             digest = _digest(path, items)
@@ -120,7 +119,7 @@ def _read_manifest(path: Path) -> Mapping[str, str] | None:
     if not path.exists():
         return None
     try:
-        files = json.loads(read_regular(path))["files"]
+        files = json.loads(path.read_bytes())["files"]
         return {str(name): str(digest) for name, digest in files.items()}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise DamagedCheckpointError(f"{path} is damaged; restore it, or use another checkpoint") from None
@@ -139,9 +138,9 @@ def _share_of_files(folder: Path) -> list[tuple[Path, list[Any]]]:
 def _digest(path: Path, items: list[Any]) -> str:
     """Return the SHA-256 of a small file, or of the CRC-32s of the archives that a file of tensors is made of."""
     if path.suffix != _TENSORS:
-        return hashlib.sha256(read_regular(path)).hexdigest()
+        return hashlib.sha256(path.read_bytes()).hexdigest()
     digest = hashlib.sha256()
-    with open_regular(path) as file:
+    with path.open("rb") as file:
         for stored in items:
             for record in _archive(file, stored).infolist():
                 line = f"{stored.offset} {stored.length} {record.filename} {record.CRC} {record.file_size}\n"
@@ -217,17 +216,17 @@ def check_holds_only_data(folder: Path) -> None:
             raise UnsafeCheckpointError(f"{folder / name} is missing; restore it, or use another checkpoint")
     for index, stored in metadata.storage_data.items():
         if isinstance(metadata.state_dict_metadata.get(index.fqn), BytesStorageMetadata):  # an object, not a tensor
-            with open_regular(folder / stored.relative_path) as file:
+            with (folder / stored.relative_path).open("rb") as file:
                 file.seek(stored.offset)
                 _check_object(folder / stored.relative_path, index.fqn, file.read(stored.length))
     common = folder / "common.pt"
     if common.exists():
-        _load_data(read_regular(common), str(common))
+        _load_data(common.read_bytes(), str(common))
 
 
 def _check_backend(path: Path) -> None:
     try:
-        backend = json.loads(read_regular(path))["sharded_backend"]
+        backend = json.loads(path.read_bytes())["sharded_backend"]
     except (ValueError, LookupError, TypeError, RecursionError):
         raise UnsafeCheckpointError(f"{path} is damaged: it does not name a sharded_backend") from None
     if backend != _BACKEND:
@@ -236,7 +235,7 @@ def _check_backend(path: Path) -> None:
 
 def read_metadata(path: Path) -> Metadata:
     """Read ``.metadata``, the places of all tensors and objects; raise UnsafeCheckpointError if it holds code."""
-    with open_regular(path) as file:
+    with path.open("rb") as file:
         try:
             metadata = _MetadataUnpickler(file).load()
         except Exception as error:  # a malformed pickle raises nearly anything

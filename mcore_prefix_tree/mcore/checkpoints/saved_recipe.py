@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from omegaconf import OmegaConf
 from mcore_prefix_tree.plan.model_shape import PIPE
 from mcore_prefix_tree.settings import ModelConfig, RecipeError
 from mcore_prefix_tree.settings.hf_folder import SAME_FUNCTION
-from mcore_prefix_tree.utils.inputs import read_regular
 
 FILE = "recipe.yaml"
 # Sections that do not change training itself.
@@ -64,7 +62,7 @@ def check_same_function(folder: Path, model: ModelConfig) -> None:
 def _read(folder: Path) -> Mapping[str, Any] | None:
     """Return the recipe in a checkpoint's folder. It informs; a run does not depend on it."""
     try:
-        written: Any = OmegaConf.to_container(OmegaConf.load(io.BytesIO(read_regular(folder / FILE))), resolve=False)
+        written: Any = OmegaConf.to_container(OmegaConf.load(folder / FILE), resolve=False)
     except Exception:  # missing, damaged, or not YAML
         return None
     return written if isinstance(written, Mapping) else None

@@ -17,7 +17,6 @@ from mcore_prefix_tree.data.write import check_output, whole_file
 from mcore_prefix_tree.mcore.checkpoints.checkpoint import hold
 from mcore_prefix_tree.mcore.ranks import on_main_rank
 from mcore_prefix_tree.settings import LogConfig
-from mcore_prefix_tree.utils.inputs import read_regular
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.mcore.engine.evaluation import Evaluation
@@ -259,7 +258,7 @@ class _Wandb(_Charts):
         # Steps count as iteration. W&B keeps the steps after the checkpoint, and they are sent again.
         self._setting = f"log.wandb={project}"
         kept = None if folder is None else Path(folder) / _WANDB_ID
-        known = read_regular(kept).decode().strip() if kept is not None and done and kept.exists() else None
+        known = kept.read_text().strip() if kept is not None and done and kept.exists() else None
         try:
             self._run: Any = wandb.init(
                 project=project,

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from mcore_prefix_tree.arguments.flags import add_argument_group, readable_arguments
-from mcore_prefix_tree.arguments.refusals import ArgumentError, check_checkpoint_args, check_checkpoints, check_unused
+from mcore_prefix_tree.arguments.refusals import ArgumentError, check_checkpoint_args, check_unused
 from mcore_prefix_tree.mcore import release
 from mcore_prefix_tree.utils.os_signals import end_without_stacks
 
@@ -60,7 +60,6 @@ class CheckedParser(argparse.ArgumentParser):
             parsed = super().parse_args(args, namespace)
             if parsed.prefix_tree:
                 end_without_stacks()  # a site's own script has no other place
-                check_checkpoints(parsed)
                 options = {word.partition("=")[0] for word in words}
                 self._check(parsed, {one.dest for one in self._actions if options & set(one.option_strings)})
             else:

@@ -55,7 +55,7 @@ def consumed_before(args: argparse.Namespace, order: SampleOrder) -> int:
     consumed = 0
     if args.consumed_train_samples:
         before = _read_saved_record(args)
-        # A run of stock Megatron, or of an older version of this package, does not say.
+        # A run of stock Megatron does not say.
         other = None if before is None else difference(before, now)
         if other is not None and before is not None and not args.prefix_tree_new_data:
             raise ArgumentError(
@@ -89,8 +89,6 @@ def _read_saved_record(args: argparse.Namespace) -> dict[str, Any] | None:
     if before is not None:
         before |= {"objective": getattr(saved, "prefix_tree_objective", "sft")}
     first: dict[str, Any] | None = everyone(before)[0]
-    if first is not None and "shuffle" in first:  # older checkpoints have it instead of an order
-        first |= {"order": "shuffled" if first["shuffle"] else "file", "step": None}
     return first
 
 

@@ -108,12 +108,8 @@ def check_not_decided(model: ModelConfig, fixed: Container[str]) -> None:
 def check_experts(count: int | None, parallel: ParallelConfig) -> None:
     """Reject a layout in which ranks cannot share a layer's ``count`` experts, None without any."""
     ranks = parallel.expert_model_parallel_size
-    if ranks == 1:
+    if ranks == 1 or count is None:  # which megatron-core rejects
         return
-    if count is None:
-        raise RecipeError(
-            f"parallel.expert_model_parallel_size={ranks}, but the model has no experts to share; remove it"
-        )
     if count % ranks:
         raise RecipeError(
             f"parallel.expert_model_parallel_size={ranks} ranks cannot share {count} experts evenly; change it"

@@ -280,11 +280,7 @@ def check_config(config: Any) -> None:
 
 
 def _avoid_locks() -> None:
-    """Let this process compile extensions in its own folder if the common one is locked.
-
-    Recomputation of single modules compiles one since megatron-core 0.19. torch's lock is a file: that of a killed
-    process stays, and torch would wait for it for ever.
-    """
+    """Compile extensions in a folder of this process if a killed process left the common one locked."""
     from torch.utils.cpp_extension import get_default_build_root
 
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
