@@ -13,7 +13,6 @@ TOOLS = "starts this project's own tests, benchmarks or site, as CI does"
 CHECKOUT = "needs a checkout of Megatron-LM; tests/upstream runs it"
 REPEATED = "is the same command as on docs/getting-started.md, which runs it"
 TRAINERS = "needs another trainer; tests/peers holds it"
-MINUTES = "takes several minutes; tests/docs/test_recipes.py holds the recipe"
 MESSAGES = "is the message about a file that the page does not give; tests/unit hold the messages"
 IN_PEERS = "needs a model folder; tests/peers/test_grpo_own_model.py runs the page's commands on a tiny one"
 

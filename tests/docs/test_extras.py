@@ -7,7 +7,6 @@ import re
 import runpy
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -130,7 +129,3 @@ def test_failed_import_is_named(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert capsys.readouterr().out == f"plot: FAILED: {problem}\n"
     assert EXTRAS["main"](["--newest", "plots"]) == 2
     assert "use --newest, then none or some of arrow, " in capsys.readouterr().err
-
-
-def test_paths_are_folders_of_this_repository() -> None:
-    assert Path(EXTRAS["ROOT"]) == ROOT

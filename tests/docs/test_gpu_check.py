@@ -157,12 +157,6 @@ def test_output_goes_to_out_if_set(tmp_path, monkeypatch):
     assert arguments.parse([]).output == ROOT / "benchmarks" / "results"
 
 
-def test_parts_are_in_the_order_of_their_value():
-    assert [part.name for part in arguments.parse(["--only", "head", "--only", "parity"]).parts] == ["parity", "head"]
-    assert list(PARTS)[:3] == ["parity", "attention", "steps"]
-    assert list(PARTS)[-1] == "tune"
-
-
 @pytest.mark.parametrize("words", [["--only", "P4096"], ["--minutes", "0"], ["--repeats", "0"], ["--scale", "2"]])
 def test_wrong_arguments_are_rejected(words):
     with pytest.raises(SystemExit) as ended:

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from packaging.utils import canonicalize_name
 from pages import PAGES, ROOT
 
@@ -99,19 +98,3 @@ def test_installed_packages_are_tested_packages() -> None:
     found = {installed: name for name, text in texts() for installed in installed_by(text)}
     assert {"tensorboard", "areal"} < set(found)
     assert {installed: name for installed, name in found.items() if installed not in named_by_us() | OTHERS} == {}
-
-
-@pytest.mark.parametrize(
-    ("text", "names"),
-    [
-        ("pip install --no-deps mcore-prefix-tree      # on every machine", [OURS]),
-        ("`pip install 'mcore_prefix_tree[hf]>=0.1' pyarrow`", [OURS, "pyarrow"]),
-        ("python -m pip install -r requirements/base.txt \\\n    -U Mcore.Prefix.Tree", [OURS]),
-        ("uv add mcore-prefix-tree", [OURS]),
-        ("pip install mcore_prefix_tree-0.1.0-py3-none-any.whl '.[hf]' /a/clone[plot] {}", []),
-        ("needs pip install wandb rich. A run", ["wandb", "rich"]),
-        ("pip install transformer-engine[pytorch], or use a local spec", ["transformer-engine"]),
-    ],
-)
-def test_commands_are_read(text: str, names: list[str]) -> None:
-    assert list(installed_by(text)) == names

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 from page_exceptions import AFTER, LONG, NOT_RUN, QUOTED, REPEATED, reason
-from page_outputs import difference, rewritten, same_line
-from page_runs import Content, Runs, blocks_of, parts_of, quoted_of
+from page_outputs import difference
+from page_runs import Runs, blocks_of, quoted_of
 from pages import PAGES, ROOT, fences_of, name_of
 
 RUN = [
@@ -23,7 +23,6 @@ RUN = [
 ]
 QUICK = {"docs/howto/own-trainer.md"}
 PICTURE = 90
-STEP = "step 1 | loss 10.379327 | grad 2.954 | lr 0.0e+00 | fold 6.40x | 14.5k tok/s"
 
 
 @pytest.fixture(scope="module")
@@ -125,31 +124,6 @@ def test_quotations_are_on_their_pages() -> None:
         assert all(any(line.startswith(start) for line in lines) for start in starts), name
 
 
-@pytest.mark.parametrize(
-    ("shown", "printed", "same"),
-    [
-        ("step 1 | loss 10.37 | ...", STEP, True),
-        (STEP, STEP.replace("14.5k", "9.1k"), True),  # a measured time
-        (STEP, STEP.replace("10.379327", "10.379311"), True),
-        (STEP, STEP.replace("10.379327", "11.379327"), False),
-        (STEP, STEP.replace("lr 0.0e+00", "lr 1.0e-03"), False),
-        (STEP, STEP.replace("6.40x", "6.41x"), False),
-        (STEP, STEP.replace("step 1", "step 2"), False),
-        (STEP, STEP.replace("grad", "norm"), False),
-        ("samples    283", "samples  283", True),  # columns move with their longest number
-        ("samples    283", "samples    284", False),
-        ("nodes  1,214", "nodes  1,215", False),
-        ("kl old 3.334e-14", "kl old -2.1e-15", True),  # rounding
-        ("folded  1,963  0.503 s", "folded  1,963  0.6 s", True),
-        ("┏━━━━┓", "┏━━━━━━┓", True),
-        ("head  60.8% of the folded FLOPs", "head  60.9% of the folded FLOPs", True),
-        ("head  60.8% of the folded FLOPs", "head  64.8% of the folded FLOPs", False),
-    ],
-)
-def test_lines_agree_in_words_and_in_numbers_that_are_not_measured(shown: str, printed: str, same: bool) -> None:
-    assert same_line(shown, printed) is same
-
-
 PRINTED = [
     "first 1",
     "step 1 | loss 2.5 | fold 6.40x | 3k tok/s",
@@ -170,47 +144,12 @@ PRINTED = [
         (["...", "step 1 | loss 2.5 | ...", "..."], True),
         (["...", PRINTED[1]], False),
         (["...", "step 3 | loss 2.3 | ...", "..."], False),
+        (["...", PRINTED[1].replace("3k", "9k"), "..."], True),  # a measured time
+        (["...", PRINTED[1].replace("2.5", "2.500001"), "..."], True),
+        (["...", PRINTED[1].replace("2.5", "3.5"), "..."], False),
+        (["...", PRINTED[1].replace("6.40x", "6.41x"), "..."], False),
+        (["...", PRINTED[1].replace("fold", "gain"), "..."], False),
     ],
 )
 def test_blocks_show_everything_except_their_cuts(shown: list[str], same: bool) -> None:
     assert (difference(shown, PRINTED) is None) is same
-
-
-@pytest.mark.parametrize(
-    ("shown", "written"),
-    [
-        (["anything"], PRINTED),
-        (["...", "step 1 | loss 9.9 | ...", "...", "saved: b"], ["...", "step 1 | loss 2.5 | ...", "...", "saved: a"]),
-        (["first 2", "..."], ["first 1", "..."]),
-        (["f... 2", "..."], ["f... 1", "..."]),
-    ],
-)
-def test_rewriting_keeps_the_cuts_of_a_block(shown: list[str], written: list[str]) -> None:
-    assert rewritten(shown, PRINTED) == written
-    assert difference(written, PRINTED) is None
-
-
-def test_rewriting_finds_a_step_by_its_number() -> None:
-    figures = ["  reward 0.5", "  kl 0.25", "  entropy 10"]
-    printed = ["first", "step 1 | loss 3", "  reward 0.1", "  kl 0.1", "  entropy 9", "step 2 | loss 2", *figures]
-    shown = ["...", "step 1 | loss 2", *figures, "..."]
-    assert rewritten(shown, printed) == ["...", *printed[1:5], "..."]
-
-
-def test_rewriting_refuses_a_cut_that_no_longer_fits() -> None:
-    with pytest.raises(ValueError, match="cut that by hand"):
-        rewritten(["saved: runs/... on rank 0"], ["saved: runs/a on ranks 0"])
-
-
-def test_parts_of_a_page(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(
-        "Save `pairs.jsonl`:\n\n```json\n{}\n```\n\n```bash\na \\\n    b  # why\nc\n```\n\nIt prints:\n\n```\n1\n```\n"
-        "\n```bash\nd\n```\n\n## Next\n\n```\nquoted\n```\n"
-    )
-    saved, first, second = parts_of(page)
-    assert saved == Content(name="pairs.jsonl", text="{}\n")
-    assert [block.commands for block in blocks_of(page)] == [["a b  # why", "c"], ["d"]]
-    assert first.shown == ["1"]  # type: ignore[union-attr]
-    assert second.shown is None  # type: ignore[union-attr]
-    assert quoted_of(page) == [page.read_text().splitlines().index("quoted") + 1]

@@ -10,7 +10,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 import typer
-from pages import PAGES, ROOT, anchors_of, commands_of, fences_of, inline_of, links_of, name_of, prose_of
+from pages import PAGES, ROOT, anchors_of, commands_of, inline_of, links_of, name_of
 
 from mcore_prefix_tree.arguments.flags import add_argument_group
 from mcore_prefix_tree.cli.main import app
@@ -63,19 +63,6 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert target.is_relative_to(ROOT), path
         if anchor and target.suffix == ".md":
             assert anchor in anchors_of(target), f"{path}#{anchor}"
-
-
-@each_page
-def test_fences_hold_blocks(page: Path) -> None:
-    """A fence that closes too early makes prose of a block, and a block of the prose behind it."""
-    lines = ["", *page.read_text().splitlines(), ""]
-    for first, _, last in fences_of(page):
-        assert lines[last].strip() == "```", f"line {last} opens a block inside another"
-        assert any(map(str.strip, lines[first + 1 : last])), f"the block of line {first} is empty"
-        assert not lines[last + 1].strip(), f"line {last + 1} follows a block without a blank line"
-        assert not lines[first - 1].strip(), f"line {first} begins a block without a blank line"
-    for number, line in enumerate(prose_of(page).splitlines(), start=1):
-        assert not line.startswith(("$ ", "error: ", "step 1 |", ">>> ")), f"prose {number}: {line} is no block"
 
 
 @each_page

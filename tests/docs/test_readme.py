@@ -1,4 +1,4 @@
-"""The README is short, tables of the pages equal the result files, and the example of a trainer runs."""
+"""Tables of the pages equal the result files, and the example of a trainer runs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,6 @@ def test_the_tables_come_from_the_result_files() -> None:
         assert script["rendered"](page) == page, f"{name}: run scripts/render_results.py"
     for table in script["TABLES"]:
         assert sum(f"<!-- {table}:begin -->" in page for page in pages.values()) == 1, table
-
-
-def test_readme_stays_short() -> None:
-    assert len((ROOT / "README.md").read_text().split()) < 900, "move details to docs/"
 
 
 def test_the_example_of_an_own_trainer_runs() -> None:

@@ -22,11 +22,6 @@ def run(*command: object, cwd: Path, **variables: str) -> subprocess.CompletedPr
     )
 
 
-def test_every_script_is_tested() -> None:
-    files = {path.name for path in (ROOT / "scripts").iterdir() if path.is_file()}
-    assert files == {*SHELL, *PYTHON}
-
-
 @pytest.mark.parametrize("option", ["--help", "-h"])
 @pytest.mark.parametrize("name", SHELL)
 def test_help_of_a_shell_script_is_its_header(tmp_path: Path, name: str, option: str) -> None:

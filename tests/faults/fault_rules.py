@@ -257,7 +257,6 @@ RECIPE: dict[str, Callable[[Any], bool]] = {
     "batch.share": one_of("all", "prompt"),
     "batch.min_shared_tokens": integer(0),
     "batch.length_buckets": lambda value: value is None or value == [],
-    "batch.calibration": optional(never),
     "train_iters": integer(1),
     "seed": integer(0),
     "attention_backend": one_of("auto", "path", "reference"),

@@ -43,12 +43,7 @@ def small_tree(seed: int) -> list[Sample]:
     return samples
 
 
-def carried(samples: Sequence[Sample], cuts: Sequence[int], **options: Any) -> list[MicroBatch]:
-    """Fold one tree cut at ``cuts``, as a step of training does, or one of scoring."""
-    return carried_parts(samples, cuts, **options)[0]
-
-
-def carried_parts(
+def carried(
     samples: Sequence[Sample],
     cuts: Sequence[int],
     *,
@@ -58,8 +53,8 @@ def carried_parts(
     trains: bool = True,
     depths: int = 0,
     config: Any = None,
-) -> tuple[list[MicroBatch], Folding, Carrying]:
-    """Return :func:`carried`, the folding, and the parts, which a scoring pass runs first.
+) -> list[MicroBatch]:
+    """Fold one tree cut at ``cuts``, as a step of training does, or one of scoring.
 
     ``config`` is that of a model whose windows are kept.
     """
@@ -82,7 +77,7 @@ def carried_parts(
     order, runs = tuple(range(len(samples))), tuple(runs)
     rows = [[(order, 0, run) for run in runs]]
     carrying = Carrying(runs=runs, trains=trains, scored=scored_places(rows, 1, trains=trains))
-    return fold_carrying(samples, [order] * len(runs), carrying, folding), folding, carrying
+    return fold_carrying(samples, [order] * len(runs), carrying, folding)
 
 
 def score_in_parts(model: torch.nn.Module, batches: Sequence[MicroBatch]) -> Any:

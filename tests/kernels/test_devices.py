@@ -121,15 +121,6 @@ def test_the_scores_of_an_indexer(machine, monkeypatch):
     assert machine.current == 0
 
 
-def test_launch_without_a_device_guard_is_detected(machine):
-    """The test above can fail."""
-    metadata = metadata_of([40], [-1])
-    inputs = inputs_of(metadata)
-    with mock.patch.object(torch.cuda, "device_of", return_value=contextlib.nullcontext()):
-        attend(*inputs, metadata, options_of(inputs), small_configs())
-    assert machine.launches == [("forward_kernel", 0, 100)]
-
-
 def test_flash_attention_4(machine, tmp_path, monkeypatch):
     install(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))

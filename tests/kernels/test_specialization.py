@@ -12,7 +12,6 @@ from unittest import mock
 
 import pytest
 import torch
-import triton
 from harness.oracles import metadata_of, random_forest
 from kernel_cases import options_of
 from triton.backends.compiler import GPUTarget
@@ -129,11 +128,3 @@ def test_one_key_for_the_scores_of_an_indexer():
             chosen_keys.choose_keys(score, metadata, 50, 1)
     (grids,) = recorder.keys.values()
     assert len(set(grids)) > 5
-
-
-def test_specialized_number_is_detected():
-    """The test above can fail: without its exemptions a kernel has several keys."""
-    kernel = triton.JITFunction(forward.forward_kernel.fn)
-    with mock.patch.dict(KERNELS, forward_kernel=kernel):
-        found, _ = keys_of_launches(90, (metadata_of([size], [-1]) for size in SIZES), heads=2, key_heads=1, dim=64)
-    assert len(found["forward_kernel"]) > 2

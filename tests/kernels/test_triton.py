@@ -25,8 +25,7 @@ from kernel_cases import (
     with_engine,
 )
 
-from mcore_prefix_tree import TreeMetadata
-from mcore_prefix_tree.attention import Case, tree_attention
+from mcore_prefix_tree.attention import Case
 from mcore_prefix_tree.attention.parity import check_parity
 from mcore_prefix_tree.attention.triton_tree import attend, attend_as_tabled, kernel_calls
 from mcore_prefix_tree.attention.triton_tree.config import configs_for
@@ -69,13 +68,6 @@ def test_node_borders_around_block_sizes(border):
     assert_is_reference(metadata, heads=1, dim=16)
 
 
-@pytest.mark.parametrize("size", quick(1, 16, 17, 64, 129, of=[1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200]))
-@pytest.mark.parametrize("engine", [False, True])
-def test_one_sample_of_any_length(size, engine):
-    metadata = metadata_of([size], [-1])
-    assert_is_reference(metadata, heads=1, dim=16, configs=small_configs(engine=engine))
-
-
 @pytest.mark.parametrize(
     ("unread", "window", "sinks"), [(16, None, False), (50, None, True), (50, 20, False), (70, 20, True)]
 )
@@ -91,14 +83,6 @@ def test_tokens_whose_result_nobody_reads(unread, window, sinks):
     found[0][:unread] = expected[0][:unread]
     terms = norm_of_sink_terms(inputs, grad_out, whole, window=window) if sinks else 0.0
     assert_are(found, expected, inputs, sink_terms=terms)
-
-
-def test_padding_without_nodes():
-    """A token that sees only itself returns its value."""
-    metadata = TreeMetadata.from_nodes([0], [], padded_size=37)
-    out, *_ = assert_is_reference(metadata)
-    inputs, _ = make_inputs(metadata)
-    torch.testing.assert_close(out, inputs[2].detach().expand_as(out), rtol=1e-6, atol=0)
 
 
 def test_a_comb_of_depth_300():
@@ -335,40 +319,3 @@ def test_offsets_beyond_31_bits(engine):
         for inputs in (views, packed)
     )
     assert all(torch.equal(one, other) for one, other in zip(far, near, strict=True))
-
-
-def test_plans_are_made_once():
-    metadata = metadata_of(*random_forest(1)).with_plans_on(DEVICE)
-    inputs, grad_out = make_inputs(metadata)
-    for _ in range(2):
-        tree_attention(*inputs, metadata, softmax_scale=1.0, backend="triton").backward(grad_out)
-        plans = dict(metadata.cache)
-    assert plans
-    assert metadata.cache == plans
-
-
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
-def test_another_number_of_tokens_compiles_nothing():
-    from mcore_prefix_tree.attention.triton_tree import backward, forward
-
-    kernels = (forward.forward_kernel, backward.delta_kernel, backward.key_value_kernel, backward.query_kernel)
-    counts = []
-    for size in (100, 128, 1000, 1024, 1601):
-        assert_is_reference(metadata_of([size], [-1]), dim=64)
-        counts.append([len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels])
-    assert counts[1:] == counts[:-1]
-
-
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter has no bfloat16")
-@pytest.mark.parametrize("dim", [64, 128, 256])
-def test_bfloat16(dim):
-    """bf16 has 8 bits where fp16 has 11."""
-    metadata = metadata_of(*random_forest(2, nodes=20, node_lens=(1, 57, 300)), padding=3)
-    assert_is_reference(
-        metadata,
-        heads=8,
-        key_heads=2,
-        dim=dim,
-        dtype=torch.bfloat16,
-        limit=8 * 4e-4,
-    )

@@ -65,17 +65,6 @@ def make_twins(name: str) -> tuple[Any, Any]:
     return with_long_memory(hybrid_twins(config, pattern))
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize(("name", "step"), [("only Gated DeltaNet", 3), ("only Mamba", 1)])
-def test_every_place_of_a_cut(name: str, step: int) -> None:
-    """Every third place of a Gated DeltaNet, whose rule takes a chunk of 64 tokens for each segment."""
-    samples = small_tree(1)
-    stock, tree = make_twins(name)
-    expected = unfolded(stock, samples)
-    for cut in range(1, fold(samples).physical_tokens, step):
-        assert_equal(train(tree, carried(samples, [cut])), expected, FP64)
-
-
 @pytest.mark.parametrize("name", mostly_in_ci("both", "full recompute", of=MODELS))
 def test_random_cuts_of_a_tree(name: str) -> None:
     samples, rng = small_tree(2 + len(name)), random.Random(name)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from harness.carried_trees import assert_equal, carried, carried_parts, score_in_parts, small_tree, train, unfolded
+from harness.carried_trees import assert_equal, carried, score_in_parts, small_tree, train, unfolded
 from harness.folded_jobs import counting_exactly
 from harness.in_double import kept_double
-from harness.kept_sets import with_sets
 from harness.oracles import worst
-from harness.seam_models import RECOMPUTE, VOCAB, hybrid_twins, tiny_config, twins
+from harness.seam_models import RECOMPUTE, hybrid_twins, tiny_config, twins
 from harness.seam_runs import (
     FP32_INSIDE,
     LATENT,
@@ -32,19 +30,14 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.mcore.engine.carried_trees import fold_carrying
 from mcore_prefix_tree.mcore.engine.folding import Folding
-from mcore_prefix_tree.mcore.engine.forward_step import forward_step, tree_forward, with_rows
-from mcore_prefix_tree.mcore.engine.tree_losses import make_hook
-from mcore_prefix_tree.mcore.outputs import make_readout
+from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
 from mcore_prefix_tree.mcore.release import HAS_HYBRID_MODEL
 from mcore_prefix_tree.mcore.seam.experts import Multiplicity
 from mcore_prefix_tree.mcore.seam.hybrid_layers import NEEDS_NEWER
-from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
-from mcore_prefix_tree.objectives import Objective, add_means, make_objective
-from mcore_prefix_tree.objectives.metrics import NO_SAMPLE
+from mcore_prefix_tree.objectives import Objective, make_objective
 from mcore_prefix_tree.plan.carry import make_chunks
 from mcore_prefix_tree.settings import RecipeError
 from mcore_prefix_tree.settings.sample_source import Cutting, choose_cutting, why_not_carried
-from mcore_prefix_tree.signals import Signals
 
 pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
 FP64 = 1e-12
@@ -73,105 +66,6 @@ def test_random_cuts_of_random_trees(seed: int) -> None:
     assert_equal(train(tree, carried(samples, places)), expected, FP64)
 
 
-def test_sampling_masks_are_cut() -> None:
-    samples, rng = with_sets(small_tree(2), VOCAB), random.Random(2)
-    stock, tree = twins(tiny_config())
-    expected = unfolded(stock, samples)
-    places = range(1, fold(samples).physical_tokens)
-    for cuts in (places, *(rng.sample(places, rng.randint(2, 9)) for _ in range(4))):
-        assert_equal(train(tree, carried(samples, cuts, multiple=rng.randint(1, 4))), expected, FP64)
-
-
-SIGNALS = ("gspo", "dpo", "kto", "grpo")
-MASKED = {"off_policy_mask": 0.01, "kl_coef": 0.1, "kl_importance": "sequence", "entropy_coef": 0.01}
-
-
-def signalled(seed: int) -> list[Sample]:
-    """Return an even number of the samples of one tree, with all that losses of whole samples read."""
-    grown, rng = small_tree(seed), np.random.default_rng(seed)
-    made = []
-    for at, sample in enumerate(grown[len(grown) % 2 :]):
-        names = ("old_logprobs", "ref_logprobs", "rollout_logprobs")
-        scores = {name: -np.log(VOCAB) + 0.2 * rng.standard_normal(len(sample)) for name in names}
-        signals = Signals(
-            **scores,
-            reward=float(rng.random()),
-            group=at // 2,
-            pair=at // 2,
-            chosen=bool(at % 2),
-            label=bool(at % 3),
-            mismatched=at % 5 == 0,
-        )
-        mask = [*sample.loss_mask[:-1], 1.0]
-        made.append(Sample(tokens=sample.tokens, loss_mask=mask, source=f"sample {at}", signals=signals))
-    return made
-
-
-def train_whole(model: torch.nn.Module, objective: Any, samples: Sequence[Sample], cuts: Sequence[int]) -> Any:
-    """Score a tree in chunks, then train it in them; return the sum, the metrics and the gradients."""
-    batches, folding, carrying = carried_parts(samples, cuts)
-    targets, order = objective.targets(samples), range(len(samples))
-    readout, hook = make_readout(objective, fused_head=False), make_hook(objective, folding)
-    rows = [with_rows(batch, objective, targets, () if batch.forward_only else order) for batch in batches]
-
-    def run(batch: MicroBatch) -> Any:
-        output, loss = forward_step(iter([batch]), model, readout=readout)
-        return loss(output)
-
-    store = batches[0].packed_seq_params.carry.store
-    taught = hook.before_step(hook.prepare(rows, carrying), lambda asked: [run(one)[2] for one in asked])
-    assert store.num_bytes == 0, "the scoring pass leaves no key behind"
-    reports = []
-    for batch in taught:
-        loss, _, report = run(batch)
-        loss.backward()
-        reports.append(report)
-    assert store.num_bytes == 0
-    assert sum(int(report["num_tokens"]) for report in reports) == targets.divisor
-    metrics = add_means(report["metrics"] for report in reports)
-    return {
-        "loss": sum(report["loss_sum"] for report in reports),
-        "metrics": metrics,
-        "bad": [int(report["bad_sample"]) for report in reports],
-        "grads": take_gradients(model),
-    }
-
-
-def unfolded_whole(model: torch.nn.Module, objective: Any, samples: Sequence[Sample]) -> Any:
-    """Return the same from each sample alone: the objective on the rows of samples that share nothing."""
-    apart = [Sample(tokens=one.tokens, loss_mask=one.loss_mask, merge_key=at) for at, one in enumerate(samples)]
-    layout = fold(apart)
-    scores, entropy = (torch.zeros(layout.padded_size, dtype=torch.float64) for _ in range(2))
-    for at, sample in enumerate(samples):
-        logprob, of_predictor = score_alone(model, sample)
-        tokens = torch.from_numpy(layout.sample_tokens(at).astype(np.int64))
-        scores, entropy = scores.index_put((tokens[1:],), logprob), entropy.index_put((tokens,), of_predictor)
-    rows = objective.targets(samples).rows(layout, range(len(samples)))
-    found = objective.loss(scores, entropy if objective.reports_entropy else None, rows)
-    found.loss.backward()
-    return {"loss": found.loss.detach(), "metrics": found.metrics, "grads": take_gradients(model)}
-
-
-@pytest.mark.parametrize("name", SIGNALS)
-@pytest.mark.parametrize("seed", [2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 8))])
-@pytest.mark.parametrize("masked", [False, True], ids=["", "sampling masks"])
-def test_losses_of_whole_samples(name: str, seed: int, masked: bool) -> None:
-    """Cut in chunks of one token, and anywhere."""
-    samples, rng = signalled(seed), random.Random(seed)
-    samples = with_sets(samples, VOCAB) if masked else samples
-    stock, tree = twins(tiny_config(calculate_per_token_loss=True))
-    objective = make_objective(name, MASKED if name == "grpo" else {})
-    expected = unfolded_whole(stock, objective, samples)
-    places = range(1, fold(samples).physical_tokens)
-    for cuts in (places, rng.sample(places, rng.randint(2, 5))):
-        actual = train_whole(tree, objective, samples, cuts)
-        assert worst(actual["loss"], expected["loss"]) < FP64
-        assert actual["metrics"].keys() == expected["metrics"].keys()
-        for metric, pair in expected["metrics"].items():
-            torch.testing.assert_close(actual["metrics"][metric], pair, rtol=1e-11, atol=1e-12)
-        assert_same_gradients(actual["grads"], expected["grads"], FP64)
-
-
 def test_trees_of_pairs_are_folded_as_planned() -> None:
     """Trees that pairs join are in the order of the whole step, not in that of their samples by themselves."""
     rng = random.Random(0)
@@ -196,16 +90,6 @@ def test_trees_of_pairs_are_folded_as_planned() -> None:
         places = [place for place, run in enumerate(carrying.runs) if run.is_chunk]
         assert carrying.scored == tuple(places[::-1])
     assert joined > 40
-
-
-def test_a_bad_score_is_reported_once() -> None:
-    samples = signalled(2)
-    _, tree = twins(tiny_config(calculate_per_token_loss=True))
-    with torch.no_grad():
-        tree.output_layer.weight[0] = torch.nan
-    first, *others = sorted(train_whole(tree, make_objective("dpo"), samples, [5, 20])["bad"])
-    assert first < len(samples)
-    assert set(others) == {NO_SAMPLE}
 
 
 VARIED = {name: VARIANTS[name] for name in ("yarn", "learned_absolute", "no positions", "GPT-2", "full recompute")}
@@ -382,11 +266,6 @@ def test_a_chunk_is_a_micro_batch_of_the_loss_that_compares_samples(monkeypatch:
     assert worst(tree.weight.grad, stock.weight.grad) < FP64
     assert tree.ga_steps == stock.ga_steps == 3
     assert torch.equal(tree.global_tokens_per_expert, stock.global_tokens_per_expert)
-
-
-@pytest.mark.parametrize("name", ["sft", "grpo", "dpo", "gspo", "kto", "reward_model", "distill", "xtoken"])
-def test_objectives_are_carried(name: str) -> None:
-    assert why_not_carried(make_objective(name, {})) is None
 
 
 class Whole(Objective):

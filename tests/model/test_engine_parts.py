@@ -204,19 +204,11 @@ LAYER = ["attention", "body"]
     ("changes", "attends_backward"),
     [
         pytest.param((), LAYER, id="plain"),
-        pytest.param(("fused_head=false",), LAYER, id="all logits", marks=pytest.mark.slow),
-        pytest.param(("objective.name=critic",), LAYER, id="scalar head", marks=pytest.mark.slow),
         pytest.param(
             ("model.transformer={recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1}",),
             [*LAYER, *LAYER],
             id="recomputed layers",
             marks=pytest.mark.ci,
-        ),
-        pytest.param(
-            ("model.transformer={recompute_granularity: selective, recompute_modules: [core_attn]}",),
-            [*LAYER, *LAYER],
-            id="recomputed attention",
-            marks=pytest.mark.slow,
         ),
     ],
 )

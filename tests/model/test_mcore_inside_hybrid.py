@@ -25,7 +25,7 @@ from packed_calls import (
 
 from mcore_prefix_tree.cpu.dot_product import PackedAttention
 from mcore_prefix_tree.cpu.specs import exchanged
-from mcore_prefix_tree.mcore import fold_inside, folding_model, with_scalar_head
+from mcore_prefix_tree.mcore import fold_inside, folding_model
 from mcore_prefix_tree.mcore.release import HAS_HYBRID_MODEL
 
 if not HAS_HYBRID_MODEL:
@@ -72,20 +72,9 @@ def test_logits_and_losses(name: str) -> None:
     assert type(model) is HybridModel
 
 
-def test_labels_without_the_fused_head() -> None:
-    model, stock = inside("attention and MLPs", fused_head=False)
-    check_losses(model, stock, packed(ROWS, gap=1))
-
-
 def test_logprobs_and_entropy_of_rows() -> None:
     """Folding itself answers this output processor; the model has no argument of that name."""
     check_logprobs(*inside("attention and MLPs"), packed(ROWS, gap=1))
-
-
-def test_values_of_a_scalar_head() -> None:
-    stock, tree = (with_scalar_head(one) for one in hybrid_twins(tiny_config(num_layers=2), "*-"))
-    tree.load_state_dict(stock.state_dict())
-    check_logits(fold_inside(tree), stock, packed(ROWS, gap=1))
 
 
 def test_a_class_that_folds() -> None:

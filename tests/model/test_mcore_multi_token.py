@@ -61,6 +61,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mup": ({"mtp_num_layers": 1, "use_mup": True, "mup_width_mult": 2.0}, {}),
     "latent attention": ({"mtp_num_layers": 2, **LATENT}, {}),
     "sparse attention": ({"mtp_num_layers": 2, **SPARSE}, {}),
+    "experts": ({"mtp_num_layers": 2, **MOE}, {}),
 }
 
 
@@ -132,8 +133,8 @@ def _fresh_tracker():
 def test_depths_are_those_of_separate_samples(name):
     settings, model_settings = VARIANTS[name]
     stock, tree = mtp_twins(tiny_config(**settings), **model_settings)
-    samples = branching_samples()
-    assert_trains_as_apart(stock, tree, samples, depths=settings["mtp_num_layers"])
+    limit = FP32_INSIDE if name == "experts" else 1e-12
+    assert_trains_as_apart(stock, tree, branching_samples(), depths=settings["mtp_num_layers"], limit=limit)
 
 
 # name: (pattern, fields of the config, arguments of HybridModel)
@@ -153,6 +154,7 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "delta net": ("G-*/*-/*-", DELTA_NET, {}),
     "delta net in the depths": ("G*/G-/G-", DELTA_NET, {}),
     "Mamba in the depths": ("M*/M-/M-", MAMBA, {}),
+    "experts": ("*E/*E/*E", MOE, {}),
 }
 
 
@@ -167,22 +169,51 @@ def hybrid_mtp_twins(pattern: str, settings: dict[str, Any], model: dict[str, An
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_depths_of_hybrid_models(name):
     stock, tree = hybrid_mtp_twins(*HYBRIDS[name])
-    samples = branching_samples()
-    assert_trains_as_apart(stock, tree, samples, depths=tree.mtp_num_depths)
+    limit = FP32_INSIDE if name == "experts" else 1e-12
+    assert_trains_as_apart(stock, tree, branching_samples(), depths=tree.mtp_num_depths, limit=limit)
 
 
+def twins_of(pattern, **settings):
+    """With two depths, of a GPT without a pattern."""
+    if pattern:
+        return hybrid_mtp_twins(pattern, settings, {"max_sequence_length": 512})
+    return mtp_twins(tiny_config(mtp_num_layers=2, **settings), max_sequence_length=512)
+
+
+BOTH_KINDS = pytest.mark.parametrize("pattern", [None, "*-/*-/*-"], ids=["gpt", "hybrid"])
+
+
+@BOTH_KINDS
 @pytest.mark.parametrize("seed", range(3))
-def test_random_forests_in_a_hybrid_model(seed):
-    stock, tree = hybrid_mtp_twins("*-/*-/*-", {}, {"max_sequence_length": 512})
+def test_random_forests(seed, pattern):
+    stock, tree = twins_of(pattern)
     samples = deep_samples(seed)
     random.Random(seed).shuffle(samples)
     assert_trains_as_apart(stock, tree, samples, depths=2)
 
 
-def test_experts_in_the_depths_of_a_hybrid_model():
-    stock, tree = hybrid_mtp_twins("*E/*E/*E", MOE, {})
-    samples = branching_samples()
-    assert_trains_as_apart(stock, tree, samples, depths=2, limit=FP32_INSIDE)
+@BOTH_KINDS
+def test_model_without_a_tree_is_upstreams(pattern):
+    samples = branching_samples()[:4]
+    expected, found = (run_separately(model, samples)["grads"] for model in twins_of(pattern))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], wanted) for name, wanted in expected.items())
+
+
+@BOTH_KINDS
+def test_frozen_depths_change_nothing(pattern):
+    """Without a factor, the main model has the stock gradients, and weight decay reaches no depth."""
+    stock, tree = twins_of(pattern, mtp_loss_scaling_factor=0.0)
+    with kept_double():
+        expected = run_separately(stock, branching_samples())["grads"]
+        supervised(tree, folded(branching_samples(), 0), WeightedSum()).backward()
+    found = take_gradients(tree)
+    for name, wanted in expected.items():
+        if name.startswith("mtp."):
+            assert found[name] is None
+            assert not wanted.any()
+        else:
+            assert worst(found[name], wanted) < 1e-12, name
 
 
 CUT = {
@@ -253,26 +284,11 @@ def test_hybrid_models_whose_depths_cannot_be_trained_are_refused():
         supervised(tree, folded(branching_samples(), 2), WeightedSum())
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_random_forests(seed):
-    stock, tree = mtp_twins(tiny_config(mtp_num_layers=2), max_sequence_length=512)
-    samples = deep_samples(seed)
-    random.Random(seed).shuffle(samples)
-    assert_trains_as_apart(stock, tree, samples, depths=2)
-
-
 @pytest.mark.parametrize("backend", supporting(attention_case(tiny_config(), device=torch.device("cpu"))))
 def test_every_backend(backend):
     stock, tree = mtp_twins(tiny_config(mtp_num_layers=2))
     samples = branching_samples()
     assert_trains_as_apart(stock, tree, samples, depths=2, backend=backend)
-
-
-def test_layers_of_experts_route_as_in_separate_samples():
-    config = tiny_config(mtp_num_layers=2, **MOE)
-    stock, tree = mtp_twins(config)
-    samples = branching_samples()
-    assert_trains_as_apart(stock, tree, samples, depths=2, limit=FP32_INSIDE)
 
 
 @pytest.mark.parametrize("name", ["windows in two layers", "learnable sinks"])
@@ -320,29 +336,6 @@ def test_each_sample_logs_what_upstream_logs():
             assert torch.allclose(found["loss_values"], wanted["loss_values"], rtol=1e-6)
             rates = [one["correct_values"] / one["total_values"].clamp(min=1) for one in (found, wanted)]
             assert torch.allclose(*rates, rtol=1e-6)
-
-
-def test_frozen_depths_change_nothing():
-    """Without a factor, the main model has the stock gradients, and weight decay reaches no depth."""
-    stock, tree = mtp_twins(tiny_config(mtp_num_layers=2, mtp_loss_scaling_factor=0.0))
-    with kept_double():
-        expected = run_separately(stock, branching_samples())["grads"]
-        supervised(tree, folded(branching_samples(), 0), WeightedSum()).backward()
-    found = take_gradients(tree)
-    for name, wanted in expected.items():
-        if name.startswith("mtp."):
-            assert found[name] is None
-            assert not wanted.any()
-        else:
-            assert worst(found[name], wanted) < 1e-12, name
-
-
-def test_stock_batch_goes_through_the_stock_model():
-    stock, tree = mtp_twins(tiny_config(mtp_num_layers=2))
-    samples = branching_samples()[:4]
-    expected, found = run_separately(stock, samples), run_separately(tree, samples)
-    for name, wanted in expected["grads"].items():
-        assert torch.equal(found["grads"][name], wanted), name
 
 
 def test_layout_without_the_weights_of_trained_depths_is_refused():

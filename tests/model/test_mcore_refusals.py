@@ -49,7 +49,7 @@ from mcore_prefix_tree.mcore.seam.latent_attention import check_rotary_keys
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.seam.packed_seq_params import get_tree_params
 from mcore_prefix_tree.mcore.seam.tree_layers import follow_trees
-from mcore_prefix_tree.mcore.seam.validation import _refusals, check_config, check_model, check_positions
+from mcore_prefix_tree.mcore.seam.validation import _refusals, check_config, check_model
 
 pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
 
@@ -178,34 +178,11 @@ def test_a_schedule_that_averages_micro_batches_is_refused():
         )
 
 
-def test_check_positions_ignores_other_embeddings():
-    rope = SimpleNamespace(position_embedding_type="rope", max_sequence_length=8)
-    check_positions(rope, 1000)
-
-
 def test_three_dimensional_positions_are_refused():
     config = config_with(mrope_section=[1, 1, 2])
     model = build(config, with_prefix_tree(local_spec(config)), position_embedding_type="mrope")
     with pytest.raises(NotImplementedError, match="position_embedding_type='mrope'"):
         check_model(model)
-
-
-def test_check_model_also_checks_the_config():
-    model = build(tiny_config(), with_prefix_tree(local_spec(tiny_config())))
-    check_model(model)
-    model.config.hidden_dropout = 0.3
-    with pytest.raises(NotImplementedError, match=r"hidden_dropout=0\.3"):
-        check_model(model)
-
-
-def test_an_unknown_attention_backend_is_refused_when_the_batch_is_made():
-    with pytest.raises(ValueError, match="attention backend 'flash' does not exist"):
-        batch(attention_backend="flash")
-
-
-def test_attention_is_deterministic_on_request():
-    assert not batch().packed_seq_params.deterministic_attention
-    assert batch(deterministic_attention=True).packed_seq_params.deterministic_attention
 
 
 def test_only_params_with_a_tree_are_a_tree():

@@ -23,7 +23,6 @@ from harness.seam_runs import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mcore_prefix_tree import Sample, fold
-from mcore_prefix_tree.attention.reference import visibility
 from mcore_prefix_tree.mcore import fold_inside
 from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
 from mcore_prefix_tree.mcore.release import HAS_SPARSE_ATTENTION
@@ -36,9 +35,6 @@ if not HAS_SPARSE_ATTENTION:
 from megatron.core.transformer.experimental_attention_variant.dsa import (
     DSAIndexerLossAutoScaler,
     DSAIndexerLossLoggingHelper,
-    _unfused_absorbed_dsa_fn,
-    fused_qk_topk_naive,
-    unfused_dsa_fn,
 )
 
 from mcore_prefix_tree.attention import chosen_keys
@@ -233,47 +229,15 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("topk", [1, 12, 1000])
-def test_choice_and_attention_are_upstreams_with_the_tree_as_mask(topk: int) -> None:
-    metadata = batch_of(deep_samples(topk)).packed_seq_params.tree_metadata
-    size, scale = metadata.padded_size, 0.3
-    blocks = metadata.derived("blocks of chosen keys", chosen_keys._blocks)
+@pytest.mark.parametrize("loss", [LOSS, SPARSE_LOSS], ids=["all keys", "chosen keys"])
+def test_blocks_change_nothing(loss: dict[str, Any], topk: int) -> None:
+    samples = deep_samples(16)
+    blocks = chosen_keys._blocks(batch_of(samples).packed_seq_params.tree_metadata)
     assert len(blocks) > 9
     seen = [sum(run.stop - run.start for run in keys) for _, keys in blocks]
     assert any(count < rows.stop for count, (rows, _) in zip(seen, blocks, strict=True))  # of another tree or branch
-    mask = torch.zeros(1, size, size).double().masked_fill(~visibility(metadata), -torch.inf)
-    generator = torch.Generator().manual_seed(topk)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
-
-    index_query, index_key, weights = draw(size, 1, 3, 8), draw(size, 1, 8), draw(size, 1, 3)
-    scores, expected = fused_qk_topk_naive(index_query, index_key, weights, topk, mask, use_relu=False)
-    longest = max(metadata.host_position_ids) + 1
-    chosen = chosen_keys.choose_keys(lambda rows, keys: scores[0, rows, keys], metadata, topk, 3)
-    assert chosen.shape == (size, min(topk, longest))
-    assert torch.equal(chosen.long(), expected[0, :, : chosen.shape[1]])
-
-    query, latents, key, value = draw(size, 4, 9), draw(size, 1, 9), draw(size, 4, 9), draw(size, 4, 5)
-    for inputs in ((query, latents), (query, key, value)):
-        sbhd = [one.unsqueeze(1) for one in inputs]
-        if len(inputs) == 2:
-            wanted = _unfused_absorbed_dsa_fn(*sbhd, expected, scale, 6, mask)
-            found = chosen_keys.attend_to_keys(query, latents, chosen, scale, slice(0, 6))
-        else:
-            wanted = unfused_dsa_fn(*sbhd, expected, scale, mask)
-            found = chosen_keys.attend_to_keys(query, torch.cat([key, value], -1), chosen, scale, slice(9, 14))
-        torch.testing.assert_close(found, wanted.view(found.shape), rtol=1e-12, atol=1e-13)
-        grad = torch.randn(found.shape, generator=generator, dtype=torch.float64)
-        gradients = [torch.autograd.grad(out, inputs, grad.view(out.shape)) for out in (found, wanted)]
-        for one, other in zip(*gradients, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("loss", [LOSS, SPARSE_LOSS], ids=["all keys", "chosen keys"])
-def test_blocks_change_nothing(loss: dict[str, Any]) -> None:
-    config = tiny_config(**SPARSE | {"num_layers": 1} | loss)
-    assert_folded_is_unfolded(*twins(config), deep_samples(16))
+    config = tiny_config(**SPARSE | {"num_layers": 1, "dsa_indexer_topk": topk} | loss)
+    assert_folded_is_unfolded(*twins(config), samples)
 
 
 class _Largest(TorchDispatchMode):

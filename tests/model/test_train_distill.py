@@ -122,18 +122,6 @@ def test_top_k_of_the_full_vocabulary_has_no_rest(tmp_path: Path, fused_head: st
     assert loss == pytest.approx(sum(terms) / len(terms), rel=1e-12)
 
 
-def test_a_teacher_is_learnt(job: Path) -> None:
-    reports = train(
-        job,
-        *overrides_of({}),
-        "train_iters=60",
-        "optimizer.lr_decay_style=constant",
-        "batch.global_batch_size=16",
-        "batch.max_tokens=400",
-    ).reports
-    assert reports[-1].metrics["forward_kl"] < reports[0].metrics["forward_kl"] / 5
-
-
 def test_verification_and_comparison_support_distillation(job: Path) -> None:
     notes = train(job, *overrides_of(OPTIONS), "train_iters=2", "verify.enabled=true", "compare=true")
     assert notes.verifications[0].passed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -298,28 +297,6 @@ def test_verification_detects_wrong_values(job: Path, monkeypatch: pytest.Monkey
 def test_comparison_supports_scalar_heads(job: Path, name: str) -> None:
     notes = train(job, *overrides_of(name), "train_iters=2", "compare=true")
     assert notes.comparisons[0].stock is not None
-
-
-def test_preferences_are_learnt(job: Path) -> None:
-    reports = train(
-        job, *overrides_of("reward_model", {}), "train_iters=60", "optimizer.lr_decay_style=constant"
-    ).reports
-    assert reports[0].loss > math.log(2) / 2
-    assert reports[-1].metrics["accuracy"] == 1
-    assert reports[-1].loss < 0.2
-
-
-@pytest.mark.ci
-def test_returns_are_learnt(job: Path) -> None:
-    """Against the returns of a lambda of 1, from only the rewards."""
-    reports = train(
-        job,
-        *overrides_of("critic", {"clip_eps": None}),
-        "train_iters=60",
-        "optimizer.lr_decay_style=constant",
-        "batch.global_batch_size=12",
-    ).reports
-    assert reports[-1].metrics["value_error"] < reports[0].metrics["value_error"] / 20
 
 
 def without(field: str, line: int) -> list[dict[str, Any]]:

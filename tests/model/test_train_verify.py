@@ -298,9 +298,12 @@ def test_a_batch_in_which_nothing_is_scored_proves_nothing(tmp_path: Path) -> No
         run_once(load_recipe(job, ["data.order=file"]), verify_first)
 
 
+@pytest.mark.parametrize(
+    "recompute", [(), ("model.transformer.recompute_granularity=selective",)], ids=["", "recompute"]
+)
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_recipe_controls_deterministic_attention(
-    job: Path, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+    job: Path, deterministic: bool, recompute: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = set()
 
@@ -310,7 +313,7 @@ def test_recipe_controls_deterministic_attention(
 
     original = path.attention
     monkeypatch.setattr(path, "attention", attention)
-    settings = ["attention_backend=path", f"deterministic_attention={str(deterministic).lower()}"]
+    settings = ["attention_backend=path", f"deterministic_attention={str(deterministic).lower()}", *recompute]
     report, _ = run_once(load_recipe(job, settings), verify_first)
     assert report.passed
     assert asked == {deterministic}
@@ -518,14 +521,6 @@ def check_comparison(comparison: Comparison, logical: int, physical: int) -> Non
         assert way.peak_bytes is None or way.peak_bytes > 0
     assert len({way.name for way in ways}) == len(ways) == 4
     assert 0 < comparison.gain.speedup < 100
-
-
-def test_comparison_report(job: Path) -> None:
-    recipe = load_recipe(job, ["batch.max_tokens=1000"])
-    samples = batch_of(recipe, 1)
-    comparison, is_main = run_once(recipe, partial(compare_first, repeats=1), is_trained=True)
-    assert is_main
-    check_comparison(comparison, sum(map(len, samples)), fold(samples).physical_tokens)
 
 
 def test_comparing_after_training_takes_the_last_batch(job: Path) -> None:

@@ -25,27 +25,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_student_and_teacher(tmp_path_factory.mktemp("xtoken"))
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize(
-    ("mode", "changes"),
-    [
-        ("p_kl", {"top_k": 50, "ce_weight": 0.5}),
-        ("gold", {"temperature": 2.0}),
-        ("h_kl", {"ce_weight": 0.5}),
-        ("alm", {}),
-        ("uld", {}),
-    ],
-)
-def test_the_cut_of_a_step_does_not_change_training(folder, mode, changes):
-    given = settings(folder, mode, **changes)
-    narrow = train(folder / "student.yaml", *given, "train_iters=3")
-    wide = train(folder / "student.yaml", *given, "train_iters=3", "batch.max_tokens=2000")
-    assert narrow.losses == pytest.approx(wide.losses, rel=1e-9)
-    assert any(text.startswith("the teacher's weights are ") for text in narrow.messages)
-    assert "kd" in narrow.reports[0].metrics
-    assert ("ce" in narrow.reports[0].metrics) == ("ce_weight" in changes)
-
-
 CUT = {
     "p_kl": {"top_k": 50, "ce_weight": 0.5},
     "h_kl": {},
@@ -94,22 +73,6 @@ def test_hidden_states_are_held_like_keys_and_values(folder):
     for one, other in zip(across.reports, supervised.reports, strict=True):
         assert one.carried_tokens == other.carried_tokens > 0
         assert one.carried_bytes == other.carried_bytes * (2 * 2 * 2 * 8 + 32) // (2 * 2 * 2 * 8)
-
-
-def test_the_student_comes_closer_to_its_teacher(folder):
-    held_out = [f"validation.path={folder / 'student.jsonl'}", "validation.eval_interval=20"]
-    notes = train(folder / "student.yaml", *settings(folder), *held_out, "train_iters=20")
-    before, after = (notes.evaluations[at].loss for at in (0, -1))
-    assert 0 < after < 0.7 * before
-
-
-@pytest.mark.ci
-def test_resumed_run_equals_an_undisturbed_run(folder, tmp_path):
-    given = [*settings(folder, "alm"), "checkpoint.save_interval=2"]
-    whole = train(folder / "student.yaml", *given, f"checkpoint.save={tmp_path / 'whole'}")
-    saving = f"checkpoint.save={tmp_path / 'stopped'}"
-    train(folder / "student.yaml", *given, saving, stop_after=3)
-    assert train(folder / "student.yaml", *given, saving, resume=True).losses == whole.losses[2:]
 
 
 def test_a_teacher_may_read_conversations_in_its_own_chat_format(folder, tmp_path):

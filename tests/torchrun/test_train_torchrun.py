@@ -76,8 +76,6 @@ def continue_at(folder: Path, iteration: int, target: Path) -> Path:
     "layout",
     [
         pytest.param((TP2, "parallel.sequence_parallel=true"), id="tensor and sequence parallel"),
-        pytest.param(("parallel.pipeline_model_parallel_size=2",), id="pipeline parallel", marks=pytest.mark.slow),
-        pytest.param((), id="data parallel", marks=pytest.mark.slow),
     ],
 )
 def test_checkpoint_of_one_process_resumes_in_two(

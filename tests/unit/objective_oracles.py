@@ -570,6 +570,22 @@ def kto_loss(objective: KTO, world: World) -> torch.Tensor:
     return total / max(1, count)
 
 
+def check_cuts(
+    expected: torch.Tensor,
+    leaf: torch.Tensor,
+    units: Sequence[Sequence[int]],
+    seed: int,
+    loss_of: Callable[[list[list[int]]], torch.Tensor],
+) -> None:
+    """Loss and gradient are the oracle's, for the step as one micro-batch and cut into three."""
+    (wanted,) = torch.autograd.grad(expected, leaf)
+    for parts in (1, 3):
+        loss = loss_of(random_cut(units, parts, random.Random(seed)))
+        (grad,) = torch.autograd.grad(loss, leaf)
+        assert abs(loss.item() - expected.item()) <= 1e-12 * max(1.0, abs(expected.item()))
+        assert (grad - wanted).norm() <= 1e-12 * max(1e-3, wanted.norm())
+
+
 def critic_loss(objective: Critic, world: World) -> torch.Tensor:
     weights, divisor = token_weights(world.samples, objective.normalise, None)
     total = world.scalar.sum() * 0

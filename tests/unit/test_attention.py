@@ -90,19 +90,6 @@ def test_reference_in_float16_has_its_range():
     assert worst(out, expected) < 0.1
 
 
-@pytest.mark.parametrize("value_dim", [1, 5, 24])
-def test_unequal_value_dim(value_dim):
-    metadata = metadata_of(*random_forest(3), padding=3)
-    assert_path_is_reference(metadata, value_dim=value_dim)
-
-
-@pytest.mark.parametrize("length", [255, 256, 257, 511, 512, 513])
-def test_lengths_around_the_query_block(length):
-    assert path.QUERY_BLOCK == 256
-    node_lens = [3, length, 2, 257, 1]
-    assert_path_is_reference(metadata_of(node_lens, [-1, 0, 0, 2, 2]), heads=2, key_heads=1, dim=4)
-
-
 @pytest.mark.parametrize("block", [1, 2, 3, 7, 64])
 @pytest.mark.parametrize("seed", range(4))
 def test_any_query_block(block, seed, monkeypatch):
@@ -197,11 +184,6 @@ def test_path_on_a_gpu_hands_no_window_of_its_bias_to_a_fused_kernel(determinist
     assert set(allowed) == ({(True, False)} if deterministic else {(False, True), (True, False)})
     assert max(rows) == (4 if deterministic else 7)
     assert worst(out, tree_attention(*inputs, metadata, softmax_scale=0.3, backend="reference")) < 1e-12
-
-
-def test_path_on_a_cpu_leaves_the_choice_to_sdpa():
-    for deterministic in (True, False):
-        assert all(path._fused(torch.device("cpu"), deterministic=deterministic))
 
 
 # Both sides round to bf16 at other places, so their errors are two draws of the same size and not equal. Measured on
@@ -354,12 +336,6 @@ def test_views_that_are_not_contiguous(backend):
     expected = run("reference", copies, grad_out.contiguous(), metadata)
     for actual, wanted in zip(run(backend, views, grad_out, metadata), expected, strict=True):
         assert worst(actual, wanted) < 1e-12
-
-
-def test_gradcheck():
-    metadata = metadata_of([2, 1, 2, 1], [-1, 0, 1, 0], padding=1)
-    inputs, _ = random_inputs(metadata.padded_size, heads=2, key_heads=1, dim=2)
-    assert torch.autograd.gradcheck(lambda *qkv: tree_attention(*qkv, metadata, softmax_scale=0.7), inputs)
 
 
 @pytest.mark.parametrize(

@@ -133,11 +133,6 @@ def test_validation_uses_the_back_end_of_training(table):
     assert choose(cpu(needs_grad=False), SHARED) == choose(cpu(), SHARED)
 
 
-def test_preferences_name_back_ends():
-    for names in PREFERENCE.values():
-        assert set(names) <= set(BACKENDS)
-
-
 def test_the_setting():
     check_setting("auto")
     check_setting("path")
@@ -172,14 +167,6 @@ def test_the_shape_of_several_forests_is_their_sum():
     assert together.depth == max(one.depth for one in alone)
     with pytest.raises(ValueError, match="empty forest"):
         TreeShape.of([])
-
-
-def test_distance_is_symmetric_and_zero_only_for_like_shapes():
-    assert SHARED.distance(SHARED) == 0
-    unshared = TreeShape(tokens=1000, segments=10, pairs=50_000, depth=0)
-    assert SHARED.distance(unshared) == unshared.distance(SHARED) > 0
-    twice = TreeShape(tokens=2000, segments=20, pairs=200_000, depth=1)
-    assert SHARED.distance(twice) == 0
 
 
 # The job.
@@ -353,21 +340,15 @@ def test_unmeasured_auto_prefers_installed_fa4(gpu):
     assert "first in order of preference" in said
 
 
-def test_megatrons_deterministic_mode_makes_attention_deterministic(hopper, monkeypatch):
-    monkeypatch.setattr(triton_tree, "has_triton", lambda: False)
-    case = case_of_config(config(deterministic_mode=True), device=torch.device("cpu"))
-    assert case.options.deterministic
-    model = config(deterministic_mode=True, params_dtype=torch.bfloat16, kv_channels=64)
-    with pytest.raises(ValueError, match="'fa4' does not support deterministic=True"):
-        resolve_backend("fa4", model, lambda: STEP, device=hopper)
-
-
-def test_transformer_engines_variable_makes_attention_deterministic(hopper, monkeypatch):
+@pytest.mark.parametrize("variable", [None, "0"])
+def test_a_jobs_own_determinism_makes_attention_deterministic(hopper, variable, monkeypatch):
+    """Megatron's mode, or TransformerEngine's variable."""
     monkeypatch.setattr(triton_tree, "has_triton", lambda: False)
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")
-    model = config(params_dtype=torch.bfloat16, kv_channels=64)
-    assert resolve_backend("fa4", model, lambda: STEP, device=hopper) == "fa4"
-    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    sizes = {"params_dtype": torch.bfloat16, "kv_channels": 64}
+    assert resolve_backend("fa4", config(**sizes), lambda: STEP, device=hopper) == "fa4"
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", variable or "1")
+    model = config(deterministic_mode=variable is None, **sizes)
     assert case_of_config(model, device=torch.device("cpu")).options.deterministic
     with pytest.raises(ValueError, match="'fa4' does not support deterministic=True"):
         resolve_backend("fa4", model, lambda: STEP, device=hopper)

@@ -10,7 +10,6 @@ from harness.oracles import metadata_of, random_forest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_prefix_tree import TreeMetadata
 from mcore_prefix_tree.attention.reference import visibility, window_visibility
 from mcore_prefix_tree.attention.tile_blocks import block_plan, visible_pairs
 
@@ -105,24 +104,12 @@ def test_blocks_that_nobody_reads_meet_no_key(seed, share, padding, query_block,
     assert plan.visible_pairs == dense_mask(metadata, window)[unread:].sum()
 
 
-@pytest.mark.parametrize("size", [1, 2, 63, 64, 65, 127, 128, 129, 200])
-@pytest.mark.parametrize(("query_block", "key_block"), [(128, 64), (64, 128), (64, 64), (16, 128)])
-def test_one_sample(size, query_block, key_block):
-    metadata = metadata_of([size], [-1])
-    assert_plan_is_the_mask(metadata, query_block, key_block, None)
-    assert_plan_is_the_mask(metadata, query_block, key_block, 10)
-
-
 @pytest.mark.parametrize("border", [*range(57, 66), *range(120, 131)])
 def test_node_borders_around_block_sizes(border):
     metadata = metadata_of([border, 1, 70, 3, 0, 2, 140], [-1, 0, 0, 2, 2, 0, -1], padding=1)
     for window in WINDOWS:
         assert_plan_is_the_mask(metadata, 128, 64, window)
         assert_plan_is_the_mask(metadata, 64, 128, window)
-
-
-def test_padding_without_nodes():
-    assert_plan_is_the_mask(TreeMetadata.from_nodes([0], [], padded_size=300), 128, 64, None)
 
 
 def test_full_tiles_of_a_ragged_end():

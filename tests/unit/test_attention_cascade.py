@@ -7,11 +7,8 @@ import re
 import pytest
 import torch
 from attention_cases import assert_close_to_reference, case_of, random_inputs, results
-from harness.oracles import metadata_of, random_forest, sample_lists, worst
-from hypothesis import given
-from hypothesis import strategies as st
+from harness.oracles import metadata_of, random_forest, worst
 
-from mcore_prefix_tree import TreeMetadata, fold
 from mcore_prefix_tree.attention import AttentionOptions, reference
 from mcore_prefix_tree.attention.cascade import cascade
 from mcore_prefix_tree.attention.cascade.cascade import QKV, Result, _backward, _forward
@@ -70,25 +67,6 @@ def test_statistics_of_a_forward():
 # Forests.
 
 
-@given(
-    sample_lists(min_samples=1),
-    st.sampled_from([(1, 1), (4, 2), (3, 1), (8, 1)]),
-    st.sampled_from([8, 5, 11]),
-    st.integers(1, 4),
-)
-def test_hypothesis_forests(samples, heads, value_dim, multiple):
-    metadata = TreeMetadata.from_layout(fold(samples, pad_to_multiple_of=multiple))
-    assert_close_to_reference(
-        cascade.attention, metadata, heads=heads[0], key_heads=heads[1], value_dim=value_dim, limit=1e-12
-    )
-
-
-@given(st.integers(0, 10_000), st.integers(0, 14), st.integers(1, 3), st.booleans())
-def test_empty_nodes_many_roots_and_sinks(seed, nodes, padding, has_sinks):
-    metadata = metadata_of(*random_forest(seed, nodes=nodes, node_lens=(0, 1, 2, 5), root_rate=0.2), padding=padding)
-    assert_close_to_reference(cascade.attention, metadata, sinks=has_sinks, seed=seed, limit=1e-12)
-
-
 def test_a_comb_of_depth_300_is_as_many_calls():
     nodes = 600
     parents = [-1] + [node - 1 if node % 2 else node - 2 for node in range(1, nodes)]
@@ -114,25 +92,6 @@ def test_cascade_without_sharing_is_one_causal_call():
     options = AttentionOptions(softmax_scale=0.3)
     out, _ = _forward(QKV(query, key, value), plan.runs, options)
     assert torch.equal(cascade.attention(query, key, value, metadata, options), out)
-
-
-def test_the_same_bits_twice():
-    metadata = metadata_of(*random_forest(1, nodes=30, node_lens=(3, 40)), padding=2)
-    inputs, grad_out = random_inputs(metadata.padded_size, dtype=torch.bfloat16)
-    options = AttentionOptions(softmax_scale=0.3)
-    first, second = (results(cascade.attention, inputs, grad_out, metadata, options) for _ in range(2))
-    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-
-
-def test_gradcheck():
-    metadata = metadata_of([2, 1, 2, 1], [-1, 0, 1, 0], padding=1)
-    inputs, _ = random_inputs(metadata.padded_size, heads=2, key_heads=1, dim=2)
-    sinks = torch.tensor([0.3, -0.2], dtype=torch.float64, requires_grad=True)
-
-    def attend(query, key, value, sinks):
-        return cascade.attention(query, key, value, metadata, AttentionOptions(softmax_scale=0.7, sinks=sinks))
-
-    assert torch.autograd.gradcheck(attend, (*inputs, sinks))
 
 
 def test_padding_is_no_sequence():

@@ -12,11 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from attention_cases import case_of, random_inputs
+from attention_cases import case_of
 from fake_flash_attention import install
 from harness.oracles import metadata_of, random_forest
 
-from mcore_prefix_tree.attention import fa4, imports, tree_attention, triton_tree
+from mcore_prefix_tree.attention import fa4, imports, triton_tree
 from mcore_prefix_tree.attention.tile_blocks import block_plan
 
 HOPPER = {"device": "cuda", "capability": (9, 0), "dtype": torch.bfloat16, "deterministic": False}
@@ -108,13 +108,6 @@ def test_a_package_that_is_installed_but_does_not_import():
         assert re.search(says, fa4.refusal(case_of(**HOPPER)))
 
 
-def test_a_cpu_is_refused_with_the_way_out():
-    metadata = metadata_of([3, 2], [-1, 0])
-    inputs, _ = random_inputs(metadata.padded_size)
-    with pytest.raises(ValueError, match=r"'fa4' does not support device=cpu .*; backends that do: path"):
-        tree_attention(*inputs, metadata, softmax_scale=0.3, backend="fa4")
-
-
 # Stands in for the calls that the package makes to a GPU.
 ON_HOPPER = {"FLASH_ATTENTION_ARCH": "sm_90", "CUTE_DSL_ARCH": "sm_90a", "FLASH_ATTENTION_NUM_SMS": "132"}
 ON_BLACKWELL = {"FLASH_ATTENTION_ARCH": "sm_100", "CUTE_DSL_ARCH": "sm_100a", "FLASH_ATTENTION_NUM_SMS": "148"}
@@ -128,55 +121,52 @@ def compiles(*arguments, target=ON_HOPPER):
     )
 
 
-@pytest.mark.skipif(not fa4._is_installed(), reason="flash-attn-4 is not installed")
+needs_package = pytest.mark.skipif(not fa4._is_installed(), reason="flash-attn-4 is not installed")
+# heads, key heads, D, W: every row of tiles_of
+OF_HOPPER = ["4,4,64,64", "8,2,64,64", "8,2,96,96", "8,2,128,128", "4,4,192,128", "8,2,192,192", "8,2,256,256"]
+OF_BLACKWELL = ["4,4,64,64", "8,2,64,64", "8,2,96,96", "8,2,128,128", "4,4,192,128", "8,2,192,128"]
+# A forward for triton's backward returns its log-sum-exps.
+FORWARDS = [*((ON_HOPPER, dims) for dims in ("8,2,64,64", "8,2,128,128", "8,2,192,128")), (ON_BLACKWELL, "8,2,256,256")]
+COMPILED = [
+    *((ON_HOPPER, [dims], "forward backward") for dims in OF_HOPPER),
+    *((ON_BLACKWELL, [dims], "forward backward") for dims in OF_BLACKWELL),
+    *((ON_BLACKWELL, [dims, "ordered"], "forward backward") for dims in ("8,2,64,64", "8,2,128,128", "4,4,192,128")),
+    *(
+        (one, ["8,2,128,128", name], "forward backward")
+        for one in (ON_HOPPER, ON_BLACKWELL)
+        for name in ("window", "sinks")
+    ),
+    *((one, [dims, name], "forward") for one, dims in FORWARDS for name in ("forward", "forward,window,sinks")),
+]
+
+
+@needs_package
+@pytest.mark.parametrize(("target", "arguments", "printed"), COMPILED)
+def test_kernels_compile(target, arguments, printed):
+    result = compiles(*arguments, target=target)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stdout.split() == printed.split()
+
+
+@needs_package
 @pytest.mark.parametrize(
-    "dims",
-    # heads, key heads, D, W: every row of tiles_of
-    ["4,4,64,64", "8,2,64,64", "8,2,96,96", "8,2,128,128", "4,4,192,128", "8,2,192,192", "8,2,256,256"],
+    ("target", "arguments", "says"),
+    [
+        pytest.param(ON_HOPPER, ["8,2,128,128", "ordered"], "", id="why no order is asked of Hopper"),
+        pytest.param(
+            *(ON_BLACKWELL, ["8,2,256,256"], "head_dim=256 does not support block sparsity"),
+            id="why a head dim of 256 borrows its backward on Blackwell",
+        ),
+    ],
 )
-def test_kernels_compile_for_hopper(dims):
-    result = compiles(dims)
-    assert result.returncode == 0, result.stderr[-2000:]
-    assert result.stdout.split() == ["forward", "backward"]
-
-
-@pytest.mark.skipif(not fa4._is_installed(), reason="flash-attn-4 is not installed")
-@pytest.mark.parametrize("dims", ["4,4,64,64", "8,2,64,64", "8,2,96,96", "8,2,128,128", "4,4,192,128", "8,2,192,128"])
-def test_kernels_compile_for_blackwell(dims):
-    result = compiles(dims, target=ON_BLACKWELL)
-    assert result.returncode == 0, result.stderr[-2000:]
-    assert result.stdout.split() == ["forward", "backward"]
-
-
-@pytest.mark.skipif(not fa4._is_installed(), reason="flash-attn-4 is not installed")
-@pytest.mark.parametrize("dims", ["8,2,64,64", "8,2,128,128", "4,4,192,128"])
-def test_its_backward_in_order_compiles_for_blackwell(dims):
-    result = compiles(dims, "ordered", target=ON_BLACKWELL)
-    assert result.returncode == 0, result.stderr[-2000:]
-    assert result.stdout.split() == ["forward", "backward"]
-
-
-@pytest.mark.skipif(not fa4._is_installed(), reason="flash-attn-4 is not installed")
-@pytest.mark.parametrize("option", ["forward", "forward,window,sinks"])
-@pytest.mark.parametrize(
-    ("target", "dims"),
-    [(ON_HOPPER, "8,2,64,64"), (ON_HOPPER, "8,2,128,128"), (ON_HOPPER, "8,2,192,128"), (ON_BLACKWELL, "8,2,256,256")],
-    ids=["64 on Hopper", "128 on Hopper", "192/128 on Hopper", "256 on Blackwell"],
-)
-def test_a_forward_for_tritons_backward_returns_its_log_sum_exps(target, dims, option):
-    result = compiles(dims, option, target=target)
-    assert result.returncode == 0, result.stderr[-2000:]
-    assert result.stdout.split() == ["forward"]
-
-
-@pytest.mark.skipif(not fa4._is_installed(), reason="flash-attn-4 is not installed")
-def test_why_no_order_is_asked_of_hopper():
-    result = compiles("8,2,128,128", "ordered")
+def test_backwards_that_do_not_compile(target, arguments, says):
+    result = compiles(*arguments, target=target)
     assert result.returncode != 0
+    assert says in result.stderr
     assert result.stdout.split() == ["forward"]
 
 
-@pytest.mark.skipif(not fa4._is_installed(), reason="flash-attn-4 is not installed")
+@needs_package
 @pytest.mark.parametrize(("option", "reads"), [("forward", 1), ("forward,window", 2)])
 def test_blackwell_reads_the_mask_by_words(option, reads, tmp_path):
     """Four keys a load, for two copies of a tile's 128 keys: one for the last tile, which may be cut off."""
@@ -272,24 +262,7 @@ def test_key_blocks_add_to_a_query_block_one_after_the_other(window):
         assert [rank for _, rank in sorted(keys)] == list(range(len(keys)))
 
 
-@pytest.mark.skipif(not fa4._is_installed(), reason="flash-attn-4 is not installed")
-def test_why_a_head_dim_of_256_borrows_its_backward_on_blackwell():
-    result = compiles("8,2,256,256", target=ON_BLACKWELL)
-    assert result.returncode != 0
-    assert "head_dim=256 does not support block sparsity" in result.stderr
-    assert result.stdout.split() == ["forward"]
-
-
-@pytest.mark.skipif(not fa4._is_installed(), reason="flash-attn-4 is not installed")
-@pytest.mark.parametrize("option", ["window", "sinks"])
-@pytest.mark.parametrize("target", [ON_HOPPER, ON_BLACKWELL], ids=["hopper", "blackwell"])
-def test_options_compile(option, target):
-    result = compiles("8,2,128,128", option, target=target)
-    assert result.returncode == 0, result.stderr[-2000:]
-    assert result.stdout.split() == ["forward", "backward"]
-
-
-@pytest.mark.skipif(not fa4._is_installed(), reason="flash-attn-4 is not installed")
+@needs_package
 @pytest.mark.parametrize("target", [ON_HOPPER, ON_BLACKWELL], ids=["hopper", "blackwell"])
 def test_the_gate_can_fail(target):
     """Lists for other tiles than its own are refused by the package."""

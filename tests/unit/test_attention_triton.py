@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mcore_prefix_tree import TreeMetadata
-from mcore_prefix_tree.attention import AttentionOptions, Case, parity, reference, tree_attention, triton_tree
+from mcore_prefix_tree.attention import AttentionOptions, Case, parity, reference, triton_tree
 from mcore_prefix_tree.attention.triton_tree.block_order import ROUND
 from mcore_prefix_tree.attention.triton_tree.config import Configs, configs_for
 from mcore_prefix_tree.utils.triton_here import ParityError
@@ -73,13 +73,6 @@ def test_kernels_are_in_the_language_of_the_oldest_triton(module):
     source = Path(triton_tree.__file__).with_name(f"{module}.py").read_text()
     newer = (ast.ListComp, ast.GeneratorExp, ast.DictComp, ast.SetComp)
     assert not [node.lineno for node in ast.walk(ast.parse(source)) if isinstance(node, newer)]
-
-
-def test_a_call_on_a_machine_without_a_gpu_names_the_others():
-    metadata = TreeMetadata.from_nodes([0, 3], [-1])
-    tensors = [torch.zeros(3, 1, 16) for _ in range(3)]
-    with pytest.raises(ValueError, match=r"'triton' does not support device cpu .*backends that do: .*path, reference"):
-        tree_attention(*tensors, metadata, softmax_scale=1.0, backend="triton")
 
 
 # The comparison before the first call, as on a GPU: CPU code computes the kernels' results.

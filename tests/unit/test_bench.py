@@ -383,14 +383,6 @@ def test_differences_are_summed_over_parts(rows, monkeypatch):
     assert contest.difference([one], [one]) == 0.0
 
 
-@pytest.mark.parametrize("place", [0, 1])
-def test_a_difference_that_is_no_number_is_not_lost_among_others(place):
-    good, bad = torch.ones(3, 1), torch.tensor([[1.0], [float("nan")], [1.0]])
-    results = [good, good]
-    results[place] = bad
-    assert np.isnan(contest.difference(results, [good, good]))
-
-
 def test_the_clock_of_a_plan_starts_when_the_device_is_idle(monkeypatch):
     """Work queued before the call is not part of its time; work that it queues is."""
     waits = []
@@ -501,12 +493,6 @@ def test_the_step_command_writes_a_well_formed_file(tmp_path, monkeypatch):
             assert way[name] == pytest.approx([sum(parts.values()) for parts in way[kind]])
     lines = [line.rstrip() for line in done.out.splitlines()]
     assert any(re.fullmatch(r"sharing can give at most \S+x; \d+% of it, by CPU time", line) for line in lines)
-
-
-def test_settings_are_the_case():
-    case = replace(TINY, head_dim=16, value_dim=8).case
-    assert (case.head_dim, case.value_dim, case.dtype, case.needs_grad) == (16, 8, torch.float32, True)
-    assert case.options.softmax_scale == 0.25
 
 
 def test_unfolded_batch_in_parts_counts_like_one_batch():

@@ -218,12 +218,6 @@ def test_chat_is_encoded_with_the_default_tokenizer(chat):
     assert turns["longest_sample"].endswith(" turn 1")
 
 
-def test_tokenizer_option_selects_the_tokenizer(chat):
-    assert json.loads(run_command("inspect", chat, "--json", "--tokenizer", "mistral-v3-tekken").stdout)[
-        "tokenizer"
-    ] == ("mistral-v3-tekken")
-
-
 def test_text_is_shown_if_the_tokenizer_can_decode(forest, monkeypatch):
     class Decoding:
         name = "letters"
@@ -306,15 +300,6 @@ def test_bugs_keep_their_traceback(forest, monkeypatch):
     assert isinstance(result.exception, KeyError)
 
 
-def test_control_c_is_quiet(forest, monkeypatch):
-    def fail(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(mcore_prefix_tree.data, "iter_sample_groups", fail)
-    result = run_command("inspect", forest)
-    assert (result.exit_code, result.stderr, result.stdout) == (130, "", "")
-
-
 COMMAND = [sys.executable, "-m", "mcore_prefix_tree", "inspect"]
 
 
@@ -328,22 +313,6 @@ def test_a_real_control_c_while_reading():
         process.stdin.close()
         assert process.wait(timeout=60) == 130
         assert process.stderr.read() == process.stdout.read() == b""
-
-
-@pytest.mark.parametrize("more", [[], ["--json"]])
-def test_a_reader_that_has_gone_away_ends_the_command_quietly(forest, more):
-    read_end, write_end = os.pipe()
-    os.close(read_end)
-    process = subprocess.run([*COMMAND, str(forest), *more], stdout=write_end, stderr=subprocess.PIPE, timeout=60)
-    os.close(write_end)
-    assert process.stderr == b""
-    assert process.returncode == 128 + signal.SIGPIPE
-
-
-def test_less_can_be_shared(forest):
-    report = json.loads(run_command("inspect", forest, "--json", "--share", "prompt").stdout)
-    assert report["physical_tokens"] == 1 + 3 + 4 + 1 + 3 + 3  # everything but the first token is scored
-    assert json.loads(run_command("inspect", forest, "--json", "--min-shared-tokens", "4").stdout)["trees"] == 4
 
 
 def test_a_bad_line_is_skipped_and_counted(forest):

@@ -91,18 +91,6 @@ def test_folders_that_are_missing_or_exist_are_found_before_torch_is_loaded(reci
         assert SLOW_PACKAGES.isdisjoint(found["loaded"]), command  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("command", ["verify", "bench step", "score --output scores.jsonl"])
-def test_other_commands_check_a_recipe_first_too(recipe: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mcore_prefix_tree.settings.sections.check_setting", refuse)
-    result = run_command(*command.split(), recipe)
-    assert result.exit_code == 2
-    assert result.stderr.startswith(f"error: recipe {recipe}: checked first")
-
-
-def refuse(name: str) -> None:
-    raise ValueError("checked first")
-
-
 def test_samples_are_folded_and_planned_without_torch(recipe: Path) -> None:
     data = str(recipe.parent / "data.jsonl")
     commands = (

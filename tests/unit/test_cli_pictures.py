@@ -39,11 +39,12 @@ def test_tokens_by_depth_count_each_sample_by_hand() -> None:
     assert physical.tolist() == [len(unique) for unique in prefixes]
 
 
+@pytest.mark.parametrize("command", ["inspect", "plan --max-tokens 14 --dp 3"])
 @pytest.mark.parametrize(("name", "kind"), [("forest.png", PNG), ("forest.SVG", SVG)])
-def test_inspect_draws_a_forest(recipe: Path, tmp_path: Path, name: str, kind: bytes) -> None:
+def test_samples_are_drawn(recipe: Path, tmp_path: Path, command: str, name: str, kind: bytes) -> None:
     pytest.importorskip("matplotlib")
     for _ in range(2):  # the second replaces it
-        done = run_command("inspect", tmp_path / "data.jsonl", "--plot", tmp_path / name)
+        done = run_command(*command.split(), tmp_path / "data.jsonl", "--plot", tmp_path / name)
         assert (done.exit_code, done.stderr) == (0, "")
     assert (tmp_path / name).read_bytes().startswith(kind)
 
@@ -71,9 +72,11 @@ def test_pictures_are_checked_before_the_work(
 ) -> None:
     given = tmp_path / "data.jsonl" if command.startswith(("inspect", "plan")) else recipe
     words = [*command.split(), str(given), "--plot"]
-    done = run_command(*words, "picture.gif")
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert done.stderr == "error: --plot picture.gif: give a file name that ends with .png or .svg\n"
+    wrong_end = "give a file name that ends with .png or .svg"
+    absent = "its folder does not exist; create it"
+    for name, says in (("picture.gif", wrong_end), ("picture", wrong_end), ("missing/picture.png", absent)):
+        done = run_command(*words, name)
+        assert (done.exit_code, done.stdout, done.stderr) == (2, "", f"error: --plot {name}: {says}\n")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     done = run_command(*words, tmp_path / "picture.png")
     assert (done.exit_code, done.stdout) == (2, "")

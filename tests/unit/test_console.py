@@ -270,16 +270,6 @@ def test_runs_that_are_compared_have_a_bar(terminal):
     assert "\x1b[?25h" in printed(console)
 
 
-def test_compared_runs_without_a_terminal_print_lines(monkeypatch):
-    now = iter([0.0, 1.0, 31.0, 31.0, 40.0])
-    monkeypatch.setattr("mcore_prefix_tree.cli.console.time.monotonic", lambda: next(now))
-    console = Console(file=io.StringIO())
-    reporter = ConsoleReporter(console)
-    for done in (1, 2, 3):
-        reporter.comparing("verify", done, 48)
-    assert printed(console) == "verify: 2 of 48\n"
-
-
 @pytest.mark.parametrize(
     ("name", "number", "text"),
     [
@@ -396,11 +386,18 @@ def test_reading_shows_bytes_on_a_terminal_until_training_starts():
     reporter.close()
 
 
-def test_reading_progress_without_a_terminal_is_printed_in_lines(monkeypatch):
+@pytest.mark.parametrize(
+    ("tell", "line"),
+    [
+        (lambda reporter, done: reporter.reading(done * 2**30, 4 * 2**30), "reading data: 2.0 of 4.0 GiB\n"),
+        (lambda reporter, done: reporter.comparing("verify", done, 48), "verify: 2 of 48\n"),
+    ],
+)
+def test_progress_without_a_terminal_is_printed_in_lines(tell, line, monkeypatch):
     now = iter([0.0, 1.0, 31.0, 31.0, 40.0])
     monkeypatch.setattr("mcore_prefix_tree.cli.console.time.monotonic", lambda: next(now))
     console = Console(file=io.StringIO())
     reporter = ConsoleReporter(console)
-    for gibibytes in (1, 2, 3):
-        reporter.reading(gibibytes * 2**30, 4 * 2**30)
-    assert console.file.getvalue() == "reading data: 2.0 of 4.0 GiB\n"
+    for done in (1, 2, 3):
+        tell(reporter, done)
+    assert printed(console) == line

@@ -18,41 +18,6 @@ padded = st.sampled_from([{}, {"pad_to_multiple_of": 4}, {"padded_size": 200}])
 
 
 @given(sample_lists(), padded)
-def test_tokens_positions_predictors_and_weights(samples, padding):
-    layout = fold(samples, **padding)
-    paths = flat_paths(samples, layout)
-    flat_of = {path: flat for flat, path in enumerate(paths)}
-    through = samples_through(samples)
-    assert len(flat_of) == len(paths) == len(through)
-
-    for flat, path in enumerate(paths):
-        depth = len(path[1]) - 1
-        above = flat_of.get(parent_path(path), -1)
-        weight = sum(float(samples[s].loss_mask[depth]) for s in through[path]) if depth else 0.0
-        assert layout.input_ids[flat] == path[1][-1]
-        assert layout.position_ids[flat] == depth
-        assert layout.predictor[flat] == above
-        assert layout.loss_weight[flat] == weight
-    assert layout.num_supervised == sum(np.count_nonzero(s.loss_mask[1:]) for s in samples)
-
-
-@given(sample_lists(), padded)
-def test_visibility_is_being_on_the_path(samples, padding):
-    layout = fold(samples, **padding)
-    paths = flat_paths(samples, layout)
-    ends = layout.subtree_end
-    pairs = 0
-    for i, query in enumerate(paths):
-        for j, key in enumerate(paths):
-            on_path = query[0] == key[0] and query[1][: len(key[1])] == key[1]
-            assert (j <= i < ends[j]) == on_path
-            pairs += on_path
-    assert layout.visible_pairs == pairs
-    assert layout.unfolded_pairs == sum(len(s) * (len(s) + 1) // 2 for s in samples)
-    assert layout.pair_ratio == (layout.unfolded_pairs / pairs if pairs else 1.0)
-
-
-@given(sample_lists(), padded)
 def test_padding_sees_itself_and_reaches_no_loss(samples, padding):
     layout = fold(samples, **padding)
     tail = np.arange(layout.physical_tokens, layout.padded_size)
@@ -85,6 +50,8 @@ def test_nodes_of_samples(samples):
     for sample, node in enumerate(layout.sample_node.tolist()):
         assert paths[borders[node + 1] - 1] == paths_of(samples[sample])[-1]
     assert layout.num_trees == len({(s.merge_key, int(s.tokens[0])) for s in samples})
+    assert layout.num_supervised == sum(np.count_nonzero(s.loss_mask[1:]) for s in samples)
+    assert layout.pair_ratio == (layout.unfolded_pairs / layout.visible_pairs if samples else 1.0)
     assert layout.max_path_len == max((len(s) for s in samples), default=1)
 
 
@@ -108,43 +75,6 @@ def test_the_layout_does_not_depend_on_the_order_of_the_samples(samples, random)
     for place, index in enumerate(order):
         np.testing.assert_array_equal(shuffled.sample_tokens(place), layout.sample_tokens(index))
         assert shuffled.sample_node[place] == layout.sample_node[index]
-
-
-def test_a_forest_without_sharing_is_the_samples_one_after_another():
-    samples = [Sample(tokens=[t, t + 1, t + 2]) for t in (0, 10, 20)]
-    layout = fold(samples)
-    assert layout.fold_ratio == layout.pair_ratio == 1.0
-    assert layout.num_nodes == layout.num_trees == 3
-    assert layout.input_ids.tolist() == [0, 1, 2, 10, 11, 12, 20, 21, 22]
-    assert layout.predictor.tolist() == [-1, 0, 1, -1, 3, 4, -1, 6, 7]
-
-
-def test_duplicates_cost_nothing_and_weigh_double():
-    layout = fold([Sample(tokens=[1, 2, 3], loss_mask=[1, 0, 0.5])] * 4)
-    assert layout.physical_tokens == 3
-    assert layout.fold_ratio == 4.0
-    assert layout.loss_weight.tolist() == [0, 0, 2.0]
-    assert layout.num_supervised == 4
-    assert layout.num_nodes == 1
-
-
-def test_first_tokens_of_all_branches_have_one_predictor():
-    layout = fold([Sample(tokens=[5, 6, t]) for t in (1, 2, 3)])
-    assert layout.predictor.tolist() == [-1, 0, 1, 1, 1]
-    assert layout.loss_weight.tolist() == [0, 3, 1, 1, 1]
-
-
-def test_single_tokens_are_never_scored():
-    layout = fold([Sample(tokens=[4]), Sample(tokens=[4]), Sample(tokens=[9])])
-    assert layout.input_ids.tolist() == [4, 9]
-    assert layout.loss_weight.tolist() == [0, 0]
-    assert layout.num_supervised == 0
-
-
-def test_zero_masks_supervise_nothing():
-    layout = fold([Sample(tokens=[1, 2, t], loss_mask=[0, 0, 0]) for t in (1, 2)])
-    assert layout.num_supervised == 0
-    assert not layout.loss_weight.any()
 
 
 def test_no_samples_give_only_padding():
@@ -181,11 +111,6 @@ def test_more_tokens_than_a_layout_can_number(monkeypatch):
     assert fold([Sample(tokens=[1, 2, 3])]).physical_tokens == 3
     with pytest.raises(ValueError, match="4 tokens are more than a layout's 3; fold fewer samples at once"):
         fold([Sample(tokens=[1, 2, 3]), Sample(tokens=[4])])
-
-
-def test_exact_padding_is_none():
-    layout = fold([Sample(tokens=[1, 2, 3, 4])], padded_size=4, pad_to_multiple_of=2)
-    assert layout.padded_size == layout.physical_tokens == 4
 
 
 def test_dtypes_are_those_of_the_docstring():

@@ -103,26 +103,6 @@ def test_losses_and_their_gradients(samples, seed, rows, multiplier, tempered, e
         assert rounded_error(one, other) < 1e-12
 
 
-@pytest.mark.parametrize("of_entropy", [False, True])
-def test_a_row_that_waits_between_others_that_do_not(of_entropy):
-    """A prompt's last token, with a sample before it and one of its two completions behind it in the chunk."""
-    samples = [[0, 31, 32], [1, 2, 3, 4], [1, 5, 6, 7, 8, 9]]
-    layout = fold([Sample(tokens=tokens) for tokens in samples])
-    hidden, weight = parameters(layout)
-    edges = Edges.from_layout(layout)
-    first, second = cut(edges.host_settled_by, 5)
-    assert (edges.host_settled_by[first] >= first.stop).tolist() == [False, False, True, False, False]
-    assert second.stop == len(edges.row)
-    loss = loss_of_terms(edges, edges_of_samples(layout, edges), of_entropy=of_entropy)
-    head = Head(edges=edges, head_chunk_rows=5)
-    gradient, _, _ = head_edge_loss(hidden[edges.row], weight, head, loss=loss, with_entropy=of_entropy)
-    logprob, entropy = naive(hidden @ weight.T, layout)
-    expected = loss(logprob[edges.token], entropy[edges.row])
-    grads = torch.autograd.grad(gradient, (hidden, weight))
-    for one, other in zip(grads, torch.autograd.grad(expected, (hidden, weight)), strict=True):
-        assert worst(one, other) < 1e-12
-
-
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
 def test_frozen_inputs_get_no_gradient(frozen):
     layout = fold([Sample(tokens=[*PROMPT, *range(4, 12)]), Sample(tokens=[*PROMPT, *range(20, 30)])])

@@ -23,7 +23,6 @@ from mcore_prefix_tree.logprob import (
     head_logit_losses,
     head_logprobs,
     head_weighted_sum,
-    restore,
 )
 
 
@@ -69,55 +68,6 @@ def test_values_and_gradients_one_by_one(samples, seed, rows, multiplier, temper
         return
     for one, other in zip(got, gradients(expected, (hidden, weight)), strict=True):
         assert worst(one, other) < 1e-12
-
-
-@pytest.mark.parametrize("rows", [1, 4, 100])
-@pytest.mark.parametrize("multiplier", MULTIPLIERS)
-def test_equal_to_the_path_that_has_the_logits(multiplier, rows):
-    samples = [Sample(tokens=[1, 2, branch, *range(length)]) for branch in range(7) for length in range(1, 4)]
-    layout = fold(samples, pad_to_multiple_of=4)
-    hidden, weight = parameters(layout, scale=4.0)
-    edges = Edges.from_layout(layout)
-    temperature = temperatures(layout)
-    actual = fused(
-        hidden, weight, Head(edges=edges, multiplier=multiplier, temperature=temperature, head_chunk_rows=rows)
-    )
-    logprob, entropy = edge_logprobs(
-        logits_of(hidden, weight, multiplier), edges, temperature=temperature, with_entropy=True
-    )
-    expected = logprob, entropy * edges.at_rows(torch.ones(len(edges.row), dtype=torch.float64))
-    for one, other in zip(actual, expected, strict=True):
-        assert worst(one, other) < 1e-12
-    for one, other in zip(*(gradients(pair, (hidden, weight)) for pair in (actual, expected)), strict=True):
-        assert worst(one, other) < 1e-12
-
-
-def test_head_equals_unfolded_samples():
-    """Restored rows are those of every sample through a separate head; shared tokens' gradients are the sums."""
-    layout = fold(FORKED, pad_to_multiple_of=5)
-    hidden, weight = parameters(layout)
-    logprob, entropy = fused(hidden, weight, Head(edges=Edges.from_layout(layout), head_chunk_rows=2))
-    rows = zip(restore(logprob, layout), restore(entropy, layout), strict=True)
-    total, expected = hidden.new_zeros(()), hidden.new_zeros(())
-    for index, (sample, (scores, spread)) in enumerate(zip(FORKED, rows, strict=True)):
-        own = torch.log_softmax(hidden[layout.sample_tokens(index)] @ weight.T, dim=1)
-        tokens = torch.tensor(sample.tokens[1:], dtype=torch.int64)
-        alone = own[:-1].gather(1, tokens[:, None])[:, 0]
-        assert worst(scores[1:], alone) < 1e-12
-        assert worst(spread[:-1], -(own.exp() * own).sum(dim=1)[:-1]) < 1e-12
-        total, expected = total + (index + 1) * scores[1:].sum(), expected + (index + 1) * alone.sum()
-    for one, other in zip(*(torch.autograd.grad(value, (hidden, weight)) for value in (total, expected)), strict=True):
-        assert worst(one, other) < 1e-12
-
-
-@pytest.mark.parametrize("multiplier", MULTIPLIERS)
-@pytest.mark.parametrize("tempered", [False, True])
-def test_gradcheck(multiplier, tempered):
-    layout = fold(FORKED, pad_to_multiple_of=5)
-    hidden, weight = parameters(layout, scale=0.5)
-    temperature = temperatures(layout) if tempered else None
-    head = Head(edges=Edges.from_layout(layout), multiplier=multiplier, temperature=temperature, head_chunk_rows=3)
-    assert torch.autograd.gradcheck(lambda *leaves: fused(*leaves, head), (hidden, weight))
 
 
 @pytest.mark.parametrize("rows", [1, 3, 100])
@@ -188,19 +138,6 @@ def test_losses_of_logits_and_their_gradients(samples, seed, rows, multiplier, t
     for one, other in zip(grads, wanted, strict=True):
         # The gradient of a nearly certain distribution is the rounding of much larger terms.
         assert (one - other).norm() <= 1e-12 * max(1e-3, other.norm())
-
-
-def test_a_chunk_border_may_fall_anywhere():
-    layout = fold([Sample(tokens=[1, *range(2, 12)]), Sample(tokens=[1, 2, 3, 30])])
-    hidden, weight = parameters(layout)
-    edges = Edges.from_layout(layout)
-    whole = fused(hidden, weight, Head(edges=edges, head_chunk_rows=100))
-    wanted = gradients(whole, (hidden, weight))
-    for rows in range(1, len(edges.row) + 2):
-        parts = fused(hidden, weight, Head(edges=edges, head_chunk_rows=rows))
-        assert all(worst(one, other) < 1e-13 for one, other in zip(parts, whole, strict=True))
-        got = gradients(parts, (hidden, weight))
-        assert all(worst(one, other) < 1e-12 for one, other in zip(got, wanted, strict=True))
 
 
 def test_only_the_predictors_that_are_needed_are_projected():
@@ -339,16 +276,6 @@ def test_half_precision_sums_in_fp32():
             for grad, without, wanted in zip(got, stock, exact, strict=True):
                 assert grad.dtype == torch.bfloat16
                 assert worst(grad, wanted) < 1.5 * worst(without, wanted)
-
-
-def test_the_same_bits_twice():
-    layout = fold(FORKED, pad_to_multiple_of=8)
-    results = []
-    for _ in range(2):
-        hidden, weight = parameters(layout, dtype=torch.float32)
-        outputs = fused(hidden, weight, Head(edges=Edges.from_layout(layout), head_chunk_rows=2))
-        results.append([*outputs, *gradients(outputs, (hidden, weight))])
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 def test_no_temporary_is_larger_than_a_chunk_of_logits():

@@ -146,16 +146,6 @@ def test_sets_with_equal_digests_are_told_apart(monkeypatch):
         compare([branch([3, 4]), branch([3, 5]), branch([3, 4]), branch([3, 6])], way, 0, 1.0, False)
 
 
-def test_a_set_of_one_id_is_certain_and_has_no_gradient():
-    layout = fold([branch([3])])
-    hidden, weight = parameters(layout)
-    logprob, entropy = scores("fused", layout, hidden, weight, 1.0, None)
-    place = int(layout.sample_places(0)[-1])
-    assert logprob[place].item() == entropy[place].item() == 0
-    grads = torch.autograd.grad(logprob[place] + entropy[place], (hidden, weight))
-    assert not any(grad.any() for grad in grads)
-
-
 def test_gradients_touch_kept_columns_alone():
     samples = [branch([3, 4, 7], loss_mask=[0, 0, 1])]
     layout = fold(samples)

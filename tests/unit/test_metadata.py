@@ -86,29 +86,6 @@ def test_segments_are_maximal_chains(forest, padding):
     assert segments.cu_lens.dtype == segments.parent.dtype == segments.depth.dtype == np.int32
 
 
-def test_segments_of_a_per_turn_rollout():
-    """A chain of turns is many nodes and one segment; a sample that ends inside a path adds none."""
-    metadata = metadata_of([3] * 50, list(range(-1, 49)))
-    assert metadata.num_nodes == 50
-    assert metadata.segments.cu_lens.tolist() == [0, 150]
-    assert metadata.segments is metadata.segments
-
-
-def test_zero_length_nodes_and_several_roots():
-    metadata = metadata_of([2, 0, 1, 0, 3, 0], [-1, 0, 1, 1, -1, 4])
-    assert metadata.tree_position_ids.tolist() == [0, 1, 2, 0, 1, 2]
-    assert metadata.subtree_end.tolist() == [3, 3, 3, 6, 6, 6]
-    assert metadata.node_depth.tolist() == [0, 2, 2, 2, 0, 3]
-
-
-def test_no_nodes_give_only_padding():
-    metadata = TreeMetadata.from_nodes([0], [], padded_size=3)
-    assert metadata.num_nodes == metadata.num_tokens == 0
-    assert metadata.subtree_end.tolist() == [1, 2, 3]
-    assert metadata.segments.cu_lens.tolist() == [0, 1, 2, 3]
-    assert metadata.max_path_len == 1
-
-
 @pytest.mark.parametrize(
     ("borders", "parent", "options", "says"),
     [

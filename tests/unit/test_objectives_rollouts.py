@@ -150,17 +150,6 @@ def turn(number: int, rollout: int, reward: float, group: str = "p") -> Sample:
     )
 
 
-def test_a_rollout_of_many_turns_counts_once_by_hand():
-    """Rewards 1 (one turn) and 0 (three turns): the mean is 1/2, not 1/4."""
-    samples = [turn(0, 1, 1.0), *(turn(number, 2, 0.0) for number in range(3))]
-    targets = make_objective("dr_grpo", {"on_policy": True}).targets(samples)
-    assert targets.columns["advantage"].tolist() == [0.5, -0.5, -0.5, -0.5]
-    assert targets.divisor == 4
-    by_rollout = make_objective("grpo", {"on_policy": True, "normalise": "rollout"}).targets(samples)
-    assert by_rollout.divisor == 2
-    assert by_rollout.weight.tolist() == [1.0, 1 / 3, 1 / 3, 1 / 3]
-
-
 def test_group_of_one_rollout():
     samples = [turn(0, 1, 1.0), turn(1, 1, 1.0), turn(0, 2, 0.0, "q"), turn(0, 3, 1.0, "q")]
     for baseline in BASELINES:

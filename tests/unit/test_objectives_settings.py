@@ -16,16 +16,8 @@ from mcore_prefix_tree.objectives import make_objective
     ("name", "options", "says"),
     [
         ("sft", {"normalise_length": 50}, "normalise_length=50.0 has no effect without normalise=sample_sum; remove"),
-        ("reinforce", {"clip_eps_low": 0.1}, "clip_eps_low=0.1 has no effect without surrogate=clip or surrogate=cis"),
         ("rloo", {"dual_clip": 3}, "dual_clip=3.0 has no effect without surrogate=clip; remove it"),
-        ("cispo", {"dual_clip": 3}, "dual_clip=3.0 has no effect without surrogate=clip; remove it"),
-        (
-            "ppo",
-            {"alone": "zero"},
-            "alone=zero has no effect without an advantage that compares the rollouts of a group",
-        ),
         ("dpo", {"link": "hinge", "label_smoothing": 0.1}, "label_smoothing=0.1 has no effect without link=sigmoid"),
-        ("simpo", {"link": "ipo"}, "gamma=1.0 has no effect without link=sigmoid; remove it"),
         ("critic", {"returns": "given", "gamma": 0.9}, "gamma=0.9 has no effect without returns=gae; remove it"),
         ("critic", {"returns": "given", "lam": 0.9}, "lam=0.9 has no effect without returns=gae; remove it"),
         ("critic", {"returns": "given", "kl_coef": 0.1}, "kl_coef=0.1 has no effect without returns=gae; remove it"),

@@ -1,14 +1,19 @@
 from __future__ import annotations
 
-import random
-
 import pytest
-import torch
 from harness.losses import divided
 from harness.oracles import sample_lists
 from hypothesis import given
 from hypothesis import strategies as st
-from objective_oracles import World, changed, random_cut, run_logprobs, scored_positions, token_weights, with_signals
+from objective_oracles import (
+    World,
+    changed,
+    check_cuts,
+    run_logprobs,
+    scored_positions,
+    token_weights,
+    with_signals,
+)
 
 from mcore_prefix_tree import Sample, SampleError, Signals
 from mcore_prefix_tree.objectives import make_objective
@@ -27,13 +32,8 @@ def test_loss_equals_unfolded_samples_for_any_cut(by, length, samples, seed):
         own = world.logprobs(index)
         for t in scored_positions(sample):
             expected = expected - weights[index, t] * own[t] / divisor
-    (wanted,) = torch.autograd.grad(expected, world.logits)
-    for parts in (1, 4):
-        cut = random_cut([[index] for index in range(len(samples))], parts, random.Random(seed))
-        loss, _ = run_logprobs(objective, world, cut)
-        (grad,) = torch.autograd.grad(loss, world.logits)
-        assert abs(loss.item() - expected.item()) <= 1e-12 * max(1.0, abs(expected.item()))
-        assert (grad - wanted).norm() <= 1e-12 * max(1e-3, wanted.norm())
+    alone = [[index] for index in range(len(samples))]
+    check_cuts(expected, world.logits, alone, seed, lambda cut: run_logprobs(objective, world, cut)[0])
     assert objective.targets(world.samples).divisor == divisor
 
 
@@ -44,37 +44,6 @@ def samples_of_groups():
         Sample(tokens=[1, 4], loss_mask=[0, 0.5], signals=Signals(group="b")),
         Sample(tokens=[1, 5, 6, 7], loss_mask=[0, 1, 0, 2], signals=Signals(group="a")),
     ]
-
-
-@pytest.mark.parametrize(
-    ("by", "weight", "count"),
-    [
-        ("token", [1, 1, 0.5, 1, 2], [2, 0, 1, 2]),
-        ("sample", [1 / 2, 1 / 2, 0.5, 1 / 2, 1], [1, 0, 1, 1]),
-        ("group", [1 / 4, 1 / 4, 0.5, 1 / 4, 1 / 2], [1, 0, 1, 0]),
-        ("sample_sum", [1, 1, 0.5, 1, 2], [1, 0, 1, 1]),
-    ],
-)
-def test_the_normaliser_by_hand(by, weight, count):
-    normalised = normalise(ScoredTokens.of(samples_of_groups()), by)
-    assert normalised.weight.tolist() == weight
-    assert normalised.count.tolist() == count
-    assert normalised.count.dtype == "int64"
-
-
-def test_group_counts_if_its_first_sample_is_unscored():
-    samples = samples_of_groups()[1:]
-    assert normalise(ScoredTokens.of(samples), "group").count.sum() == 2
-
-
-def test_scored_tokens_and_their_turns():
-    scored = ScoredTokens.of(samples_of_groups())
-    assert scored.position.tolist() == [1, 2, 1, 1, 3]
-    assert scored.sample.tolist() == [0, 0, 2, 3, 3]
-    assert scored.cu_lens.tolist() == [0, 2, 2, 3, 5]
-    assert scored.turn.tolist() == [0, 0, 0, 0, 1]
-    assert len(ScoredTokens.of([])) == 0
-    assert ScoredTokens.of([]).turn.tolist() == []
 
 
 def test_a_sample_without_a_group_is_named():

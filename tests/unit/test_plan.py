@@ -1,14 +1,13 @@
 from __future__ import annotations
 
-import random
 from itertools import chain, combinations, pairwise
 
 import pytest
-from harness.oracles import comb, content_of, sample_lists, samples_through
+from harness.oracles import sample_lists, samples_through
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_prefix_tree import Sample, SampleError, fold
+from mcore_prefix_tree import Sample, SampleError
 from mcore_prefix_tree.plan import BudgetError, plan_step
 from mcore_prefix_tree.trie import sort_samples
 
@@ -21,53 +20,6 @@ def flat(plan):
 def physical(samples, indices):
     """Unique tokens of some of the samples, counted by the token-by-token oracle."""
     return len(samples_through([samples[index] for index in indices]))
-
-
-@st.composite
-def problems(draw):
-    samples = draw(sample_lists(max_samples=12, min_samples=1))
-    longest = max(map(len, samples))
-    return samples, {
-        "max_tokens": longest + draw(st.sampled_from([0, 1, 3, 8, 1000])),
-        "dp_size": draw(st.integers(1, 4)),
-        "micro_batch_multiple": draw(st.integers(1, 3)),
-    }
-
-
-@given(problem=problems())
-def test_every_sample_is_in_exactly_one_micro_batch(problem):
-    samples, settings = problem
-    plan = plan_step(samples, **settings)
-    assert sorted(chain.from_iterable(flat(plan))) == list(range(len(samples)))
-
-
-@given(problem=problems())
-def test_the_budget_holds_and_the_counts_are_those_of_the_fold(problem):
-    samples, settings = problem
-    plan = plan_step(samples, **settings)
-    for rank, counts in zip(plan.micro_batches, plan.physical_tokens, strict=True):
-        for batch, count in zip(rank, counts, strict=True):
-            assert count == fold([samples[index] for index in batch]).physical_tokens == physical(samples, batch)
-            assert count <= settings["max_tokens"]
-
-
-@given(problem=problems())
-def test_ranks_have_as_many_micro_batches_in_the_asked_multiple(problem):
-    samples, settings = problem
-    plan = plan_step(samples, **settings)
-    assert len(plan.micro_batches) == len(plan.physical_tokens) == settings["dp_size"]
-    assert {len(rank) for rank in plan.micro_batches} == {plan.num_micro_batches}
-    assert plan.num_micro_batches > 0
-    assert plan.num_micro_batches % settings["micro_batch_multiple"] == 0
-
-
-@given(problem=problems(), seed=st.integers(0, 1000))
-def test_the_order_of_the_samples_does_not_matter(problem, seed):
-    samples, settings = problem
-    shuffled = random.Random(seed).sample(samples, len(samples))
-    plan, again = plan_step(samples, **settings), plan_step(shuffled, **settings)
-    assert content_of(shuffled, again) == content_of(samples, plan)
-    assert again.physical_tokens == plan.physical_tokens
 
 
 def smallest_maximum(samples, count):
@@ -97,29 +49,12 @@ def test_largest_micro_batch_is_minimal(samples, slack, dp_size, multiple):
     assert fewer == 0 or smallest_maximum(samples, fewer) > budget
 
 
-def test_a_cut_tree_brings_its_ancestors_to_both_sides():
-    trunk = list(range(10))
-    samples = [Sample(tokens=[*trunk, 50 + leaf]) for leaf in range(6)]
-    assert plan_step(samples, max_tokens=16).physical_tokens == ((16,),)
-    cut = plan_step(samples, max_tokens=15)
-    assert cut.physical_tokens == ((13, 13),)
-    assert [len(batch) for batch in cut.micro_batches[0]] == [3, 3]
-
-
 def test_runs_are_dealt_evenly():
     """Loners of 9 to 16 tokens, of which no two fit together: back and forth over the ranks."""
     samples = [Sample(tokens=[length] * length) for length in range(9, 17)]
     plan = plan_step(samples, max_tokens=16, dp_size=4)
     assert all(len(batch) == 1 for batch in flat(plan))
     assert [sum(rank) for rank in plan.physical_tokens] == [16 + 9] * 4
-
-
-def test_merge_keys_are_never_counted_together():
-    samples = [Sample(tokens=[1, 2, 3], merge_key=key) for key in ("a", "b", "a")]
-    assert plan_step(samples, max_tokens=6).physical_tokens == ((6,),)
-    assert content_of(samples, plan_step(samples, max_tokens=5)) == [
-        [[("'a'", [1, 2, 3]), ("'a'", [1, 2, 3])], [("'b'", [1, 2, 3])]]
-    ]
 
 
 @pytest.mark.parametrize("dp_size", [1, 3])
@@ -145,10 +80,3 @@ def test_sample_of_the_budgets_size_fits_and_a_longer_one_is_named():
     assert str(error.value).startswith("a.jsonl:2 turn 3: 6 tokens do not fit")
     assert "of batch.max_tokens=5; raise batch.max_tokens or" in str(error.value)
     assert isinstance(error.value, SampleError)
-
-
-def test_a_deep_tree_is_cut_without_recursion():
-    samples = comb(1500)
-    plan = plan_step(samples, max_tokens=2000, dp_size=2)
-    assert sorted(chain.from_iterable(flat(plan))) == list(range(1500))
-    assert max(chain.from_iterable(plan.physical_tokens)) <= 2000

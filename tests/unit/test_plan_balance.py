@@ -16,9 +16,7 @@ from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.layout import Padding
 from mcore_prefix_tree.layout.stats import forest_counts
 from mcore_prefix_tree.plan import BudgetError, CostModel, least_makespan, plan_step, report_plan
-from mcore_prefix_tree.plan.balance import refine
 from mcore_prefix_tree.plan.cost import UNITS_PER_TOKEN
-from mcore_prefix_tree.plan.pack import Leaves, SubtreePlacer
 from mcore_prefix_tree.trie import build_trie, sort_samples
 
 MODELS = [
@@ -40,14 +38,6 @@ def problems(draw, max_samples=12):
         "micro_batch_multiple": draw(st.integers(1, 3)),
         "cost_model": draw(st.sampled_from([*MODELS, RECURRENT])),
     }
-
-
-def leaves_of(samples):
-    """The leaves of some samples, and the samples of each."""
-    order, shared = sort_samples(samples)
-    scored = np.array([first_scored_of(samples)[i] for i in order], dtype=np.int64)
-    leaves = Leaves.of_samples(shared, np.array([len(samples[i]) for i in order]), scored)
-    return leaves, [order[start:end].tolist() for start, end in zip(leaves.start, leaves.end, strict=True)]
 
 
 def cost_of(samples, indices, model):
@@ -77,9 +67,10 @@ def first_scored_of(samples):
     }
 
 
-@given(problems())
-def test_plans_are_valid(problem):
+@given(problems(), st.booleans())
+def test_plans_are_valid(problem, by_tokens):
     samples, options = problem
+    options |= {"cost_model": None} if by_tokens else {}
     plan = plan_step(samples, **options)
     assert sorted(chain.from_iterable(chain.from_iterable(plan.micro_batches))) == list(range(len(samples)))
     assert len(plan.micro_batches) == options["dp_size"]
@@ -92,9 +83,10 @@ def test_plans_are_valid(problem):
     assert plan.num_micro_batches == plan_step(samples, **{**options, "cost_model": None}).num_micro_batches
 
 
-@given(problems(), st.integers(0, 1000))
-def test_the_order_of_the_samples_does_not_matter(problem, seed):
+@given(problems(), st.booleans(), st.integers(0, 1000))
+def test_the_order_of_the_samples_does_not_matter(problem, by_tokens, seed):
     samples, options = problem
+    options |= {"cost_model": None} if by_tokens else {}
     shuffled = random.Random(seed).sample(samples, len(samples))
     assert content_of(shuffled, plan_step(shuffled, **options)) == content_of(samples, plan_step(samples, **options))
 
@@ -211,54 +203,10 @@ def test_single_rank_repeats_as_little_as_possible(samples, slack):
     assert report_plan(samples, plan, model).slowest <= report_plan(samples, plain, model).slowest
 
 
-def judged_bins(samples, bin_of, model, ranks, bins_per_rank):
-    """By the token-by-token oracle: tokens of each bin, units of each rank, overheads of micro-batches aside."""
-    _, members = leaves_of(samples)
-    held = [
-        [i for leaf in np.flatnonzero(bin_of == one) for i in members[leaf]] for one in range(ranks * bins_per_rank)
-    ]
-    costs = [cost_of(samples, some, model) - model.micro_batch for some in held]
-    units = np.array(costs).reshape(ranks, bins_per_rank).sum(1) * UNITS_PER_TOKEN / model.token
-    return [len(samples_through([samples[i] for i in some])) for some in held], units
-
-
-@given(
-    sample_lists(min_samples=1, max_samples=14),
-    st.integers(1, 3),
-    st.integers(1, 3),
-    st.integers(0, 30),
-    st.booleans(),
-    st.sampled_from(MODELS),
-)
-def test_placing_subtrees_keeps_its_limits_and_refining_helps(samples, ranks, bins_per_rank, slack, by_size, model):
-    leaves, _ = leaves_of(samples)
-    alone = model.units_of_path(leaves.length) + model.units_of_scored(leaves.scored)
-    max_units = int(alone.max()) + slack * UNITS_PER_TOKEN
-    max_tokens = int(leaves.length.max()) + slack
-    bin_of = SubtreePlacer(leaves, model).place(
-        ranks=ranks, bins_per_rank=bins_per_rank, max_units=max_units, max_tokens=max_tokens, by_size=by_size
-    )
-    if bin_of is None:
-        return
-    tokens, units = judged_bins(samples, bin_of, model, ranks, bins_per_rank)
-    assert max(tokens) <= max_tokens
-    assert max(units) <= max_units + 1
-    better = refine(leaves, model, bin_of, ranks=ranks, bins_per_rank=bins_per_rank, max_tokens=max_tokens, enough=0)
-    assert better.shape == bin_of.shape
-    tokens, refined = judged_bins(samples, better, model, ranks, bins_per_rank)
-    assert max(tokens) <= max_tokens
-    assert max(refined) <= max(units) + 1
-
-
 def test_a_tree_that_fits_is_not_cut():
-    prompts = [[prompt] * 50 for prompt in range(6)]
-    samples = [Sample(tokens=[*prompt, 100 + leaf, *[7] * 9]) for prompt in prompts for leaf in range(4)]
-    leaves, members = leaves_of(samples)
-    bin_of = SubtreePlacer(leaves, CostModel()).place(
-        ranks=3, bins_per_rank=1, max_units=2 * 90 * UNITS_PER_TOKEN, max_tokens=10**6, by_size=True
-    )
-    bins_of_prompt = [{int(bin_of[leaf]) for leaf in range(24) if members[leaf][0] // 4 == p} for p in range(6)]
-    assert [len(bins) for bins in bins_of_prompt] == [1] * 6
+    samples = [Sample(tokens=[*[prompt] * 50, 100 + leaf, *[7] * 9]) for prompt in range(6) for leaf in range(4)]
+    plan = plan_step(samples, max_tokens=10**6, dp_size=3, cost_model=CostModel())
+    assert plan.physical_tokens == ((2 * 90,),) * 3
 
 
 def test_plan_cuts_the_tree_that_is_cheapest_to_repeat():
@@ -274,27 +222,6 @@ def test_plan_cuts_the_tree_that_is_cheapest_to_repeat():
     ]
     assert cut == [2]
     assert sum(map(sum, plan.physical_tokens)) == 2 * (50 + 60) + (2 + 6 * 58) + 2
-
-
-def test_refining_moves_a_leaf_from_the_slowest():
-    samples = [Sample(tokens=[leaf] * 10) for leaf in range(6)]
-    leaves, _ = leaves_of(samples)
-    moved = refine(
-        leaves, CostModel(), np.array([0, 0, 0, 0, 0, 1]), ranks=2, bins_per_rank=1, max_tokens=100, enough=0
-    )
-    assert sorted(np.bincount(moved).tolist()) == [3, 3]
-    full = refine(leaves, CostModel(), np.array([0, 0, 0, 0, 0, 1]), ranks=2, bins_per_rank=1, max_tokens=50, enough=0)
-    assert sorted(np.bincount(full).tolist()) == [3, 3]
-    good = refine(
-        leaves,
-        CostModel(),
-        np.array([0, 0, 0, 0, 0, 1]),
-        ranks=2,
-        bins_per_rank=1,
-        max_tokens=100,
-        enough=50 * UNITS_PER_TOKEN,
-    )
-    assert good.tolist() == [0, 0, 0, 0, 0, 1]
 
 
 @given(problems(), st.sampled_from([0.5, 1.0, 3.0]))
@@ -366,15 +293,6 @@ def test_ranks_are_balanced_by_levels():
     assert [sum(one.segment_levels for one in rank) for rank in reports[0].ranks] == [20, 2]
     assert reports[0].slowest == 160 + 20 * 5
     assert reports[1].slowest <= 220
-
-
-def test_leaves_include_their_prefixes():
-    samples = [Sample(tokens=[1]), Sample(tokens=[1, 2]), Sample(tokens=[1, 2]), Sample(tokens=[1, 3])]
-    order, shared = sort_samples(samples)
-    leaves = Leaves.of_samples(shared, np.array([len(samples[i]) for i in order]))
-    assert list(zip(leaves.start.tolist(), leaves.end.tolist(), strict=True)) == [(0, 3), (3, 4)]
-    assert leaves.length.tolist() == [2, 2]
-    assert leaves.context.tolist() == [0, 1]
 
 
 def grpo(prompts, completions, seed=0):

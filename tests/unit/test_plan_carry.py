@@ -256,22 +256,6 @@ def test_one_path_is_held_at_once() -> None:
     assert 80 <= rank.held_tokens <= 100 + 20
 
 
-def test_auto_takes_what_costs_less() -> None:
-    """Of one long prompt with many short answers, a repeated prompt costs more than a second forward of it."""
-    answers = [Sample(tokens=[*range(90), 100 + at, 200 + at]) for at in range(30)]
-    assert plan_step(answers, max_tokens=100, over_budget="auto").carrying is not None
-    # Two halves that share a token are cheaper apart: a first pass is one more micro-batch.
-    halves = [Sample(tokens=[0, *([1 + at] * 60)]) for at in range(2)]
-    model = CostModel(micro_batch=5.0)
-    assert plan_step(halves, max_tokens=62, cost_model=model, over_budget="auto").carrying is None
-    assert plan_step(halves, max_tokens=62, cost_model=model, over_budget="carry").carrying is not None
-    # Samples can be on two ranks, the chunks of a tree on one only.
-    halves = [Sample(tokens=[*range(20), *([100 + at] * 60)]) for at in range(2)]
-    ranks = {dp: plan_step(halves, max_tokens=100, dp_size=dp, over_budget="auto").carrying for dp in (1, 2)}
-    assert ranks[1] is not None
-    assert ranks[2] is None
-
-
 @st.composite
 def steps(draw: st.DrawFn) -> list[Sample]:
     """Return groups of rollouts, agents with subagents and long samples, some of which begin alike."""

@@ -159,15 +159,6 @@ def test_steps_are_the_ones_that_training_takes(turns):
     assert planned["idle_ranks"] == 1
 
 
-def test_steps_fold_better_in_folded_order(turns):
-    in_file, folded = (
-        steps_of("inspect", turns, "--global-batch-size", 4, "--order", order)["fold_ratio"]["mean"]
-        for order in ("file", "folded")
-    )
-    assert in_file == 1
-    assert folded > 1.5  # 96 tokens in 56 if a run begins in the middle of a prompt
-
-
 def test_steps_follow_a_recipe_and_options_win(turns, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE.replace("unused.jsonl}", "unused.jsonl, order: file}"))
@@ -244,37 +235,6 @@ def test_too_small_budget_is_reported_in_one_sentence(rows):
     assert result.exit_code == 2
     said = "1 micro-batches on each of 1 ranks cannot hold these samples with --max-tokens=12"
     assert said in result.output
-
-
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("out.xyz", "give a file name that ends with .png or .svg"),
-        ("out", "give a file name that ends with .png or .svg"),
-        ("missing/out.png", "its folder does not exist; create it"),
-    ],
-)
-def test_unwritable_plot_is_rejected_before_the_work(tmp_path, name, says):
-    path = str(tmp_path / name)
-    result = plan(str(tmp_path / "not even looked for.jsonl"), "--max-tokens", "14", "--plot", path)
-    assert (result.exit_code, result.stderr) == (2, f"error: --plot {path}: {says}\n")
-    assert not list(tmp_path.iterdir())
-
-
-def test_missing_matplotlib_error_names_the_install_command(rows, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    result = plan(rows, "--max-tokens", "14", "--plot", "out.png")
-    assert result.exit_code == 2
-    assert "pip install 'matplotlib>=3.8'" in result.output
-
-
-@pytest.mark.parametrize("kind", ["png", "svg"])
-def test_a_plot(rows, tmp_path, kind):
-    pytest.importorskip("matplotlib")
-    path = tmp_path / f"plan.{kind}"
-    result = plan(rows, "--max-tokens", "14", "--dp", "3", "--plot", str(path))
-    assert result.exit_code == 0, result.output
-    assert path.read_bytes().startswith(b"\x89PNG" if kind == "png" else b"<?xml")
 
 
 def test_the_command_plans_like_the_library(rows):

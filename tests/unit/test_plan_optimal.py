@@ -20,7 +20,6 @@ from mcore_prefix_tree.plan.cuts import (
     longest_runs,
     reach,
     reach_of_several,
-    smallest_budget,
 )
 from mcore_prefix_tree.trie import SHARE_ALL, Sharing, sort_samples
 
@@ -43,23 +42,6 @@ def tokens_of(samples, order, runs):
     return [len(samples_through([samples[i] for i in order[start:end]])) for start, end in runs]
 
 
-@given(sample_lists(max_samples=8, min_samples=1), st.integers(0, 15))
-def test_no_cut_under_the_budget_repeats_less(samples, slack):
-    budget = max(map(len, samples)) + slack
-    order, shared, fresh = ordered(samples)
-    runs = least_repeating_runs(shared, fresh, budget)
-    assert list(chain.from_iterable(range(*run) for run in runs)) == list(range(len(samples)))
-    sizes = tokens_of(samples, order, runs)
-    assert max(sizes) <= budget
-    feasible = [
-        (sum(counted), len(cut))
-        for cut in all_cuts(len(samples))
-        if max(counted := tokens_of(samples, order, cut)) <= budget
-    ]
-    assert (sum(sizes), len(runs)) == min(feasible)
-    assert len(fewest_runs(shared, fresh, budget)) == min(count for _, count in feasible)
-
-
 @given(sample_lists(max_samples=8, min_samples=1), st.integers(0, 15), st.integers(0, 1 << 30))
 def test_the_cost_of_a_cut_may_be_anything(samples, slack, seed):
     budget = max(map(len, samples)) + slack
@@ -72,13 +54,6 @@ def test_the_cost_of_a_cut_may_be_anything(samples, slack, seed):
         if max(tokens_of(samples, order, cut)) <= budget
     )
     assert (sum(int(price[start]) for start, _ in runs), len(runs)) == best
-
-
-@given(sample_lists(max_samples=8, min_samples=1), st.integers(1, 4))
-def test_the_smallest_budget_for_so_many_runs(samples, count):
-    order, shared, fresh = ordered(samples)
-    found = smallest_budget(shared, fresh, count, int(shared.sum() + fresh.sum()))
-    assert found == min(max(tokens_of(samples, order, cut)) for cut in all_cuts(len(samples)) if len(cut) <= count)
 
 
 @given(sample_lists(max_samples=8, min_samples=1), st.integers(0, 9), st.integers(0, 60))

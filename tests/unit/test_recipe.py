@@ -66,10 +66,6 @@ def test_shipped_recipes_warm_up_in_any_number_of_steps(name, steps):
     assert fraction * (recipe.train_iters * batch) == steps * batch
 
 
-def test_there_are_shipped_recipes():
-    assert "quickstart" in {path.stem for path in SHIPPED}
-
-
 @pytest.mark.parametrize(
     ("override", "section", "key", "value"),
     [

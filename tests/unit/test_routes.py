@@ -88,13 +88,6 @@ def test_samples_share_a_token_only_while_their_routes_agree(seed, kind):
     assert np.array_equal(again.routes, layout.routes)
 
 
-@given(st.integers(0, 2**32))
-def test_routes_that_agree_cost_nothing(seed):
-    samples = random_samples(seed, "agree")
-    plain = [Sample(tokens=one.tokens, merge_key=one.merge_key) for one in samples]
-    assert fold(samples).physical_tokens == fold(plain).physical_tokens
-
-
 @given(st.integers(0, 2**32), st.sampled_from(KINDS))
 def test_first_samples_routes_share_as_without_routes(seed, kind):
     samples = random_samples(seed, kind)
@@ -118,15 +111,6 @@ def test_micro_batches_of_a_plan_hold_the_tokens_that_it_counts(seed, kind, max_
     plan = plan_step(samples, max_tokens=max_tokens)
     for indices, counted in zip(plan.micro_batches[0], plan.physical_tokens[0], strict=True):
         assert fold([samples[i] for i in indices]).physical_tokens <= counted <= max_tokens
-
-
-def test_every_turn_that_continues_the_last_shares_all_of_it():
-    rng = np.random.default_rng(0)
-    tokens, routes = rng.integers(9, size=12).tolist(), routes_of(rng, 12)
-    turns = [routed(tokens[:end], routes[: end - 1]) for end in (3, 7, 12)]
-    layout = fold(turns)
-    assert layout.physical_tokens == 12
-    assert np.array_equal(layout.routes[:-1], routes[:-1])
 
 
 def test_equal_digests_do_not_make_routes_equal(monkeypatch):

@@ -70,13 +70,6 @@ def test_projection_is_built_mapped_and_trimmed(tmp_path, folders, built):
     assert (int(mapped), int(alone)) == ((expected.columns[:, 0] >= 0).sum(), (expected.weights[:, 0] == 1).sum())
 
 
-def test_projection_has_the_same_bytes_each_time(tmp_path, folders, built):
-    first = built.read_bytes()
-    done("build-projection", built, folders=folders)
-    assert built.read_bytes() == first
-    assert [path.name for path in tmp_path.iterdir()] == [built.name]
-
-
 def test_options_of_the_build_are_used(tmp_path, folders, built):
     path = tmp_path / "other.pt"
     options = ["--top-k", 2, "--tokens-kept", 1, "--no-reverse", "--special-similarity", 2]

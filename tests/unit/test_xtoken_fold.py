@@ -29,33 +29,6 @@ def sides(chunks, c):
     ]
 
 
-@pytest.mark.parametrize("keyed_by_tokens", [False, True])
-def test_two_samples_of_the_worked_example_share_their_chunks(keyed_by_tokens):
-    student, teacher = EXAMPLE
-    pairing = Pairing(student, teacher)
-    pairs = [pairing.reencode(student.sample("a", "12", last)) for last in "ba"]
-    _, chunks = folded(pairs, keyed_by_tokens=keyed_by_tokens)
-    assert sum(map(len, pairs)) == chunks.multiplicity.sum() == 4
-    if keyed_by_tokens:
-        assert chunks.multiplicity.tolist() == chunks.weight.tolist() == [2, 1, 1]
-        return
-    assert len(chunks) == 2
-    assert chunks.multiplicity.tolist() == chunks.weight.tolist() == [2, 2]
-    assert sides(chunks, 0) == [([0], [4]), ([0, 1], [4, 5])]
-    assert [rows for rows, _ in sides(chunks, 1)] == [[1], [2]]
-    assert chunks.first_sample.tolist() == [0, 0]
-
-
-@pytest.mark.parametrize(("keyed_by_tokens", "multiplicity"), [(False, [2]), (True, [1, 1])])
-def test_chunks_of_equal_predictors_differ_by_their_tokens(keyed_by_tokens, multiplicity):
-    student, teacher = Toy(["ab", "ac"]), Toy(["a", "b", "c"])
-    pairing = Pairing(student, teacher)
-    pairs = [pairing.reencode(student.sample("<s>", word)) for word in ("ab", "ac")]
-    _, chunks = folded(pairs, keyed_by_tokens=keyed_by_tokens)
-    assert chunks.multiplicity.tolist() == multiplicity
-    assert [rows for rows, _ in sides(chunks, 0)] == [[0], [0, 1]]
-
-
 def test_weights_and_multiplicities_add_up():
     student, teacher = EXAMPLE
     pairing = Pairing(student, teacher)
@@ -131,16 +104,6 @@ def test_order_of_pairs_does_not_change_the_chunks():
         for name in ("rows", "tokens", "starts"):
             assert getattr(side, name).tolist() == getattr(other, name).tolist()
     assert (np.diff(chunks.student.rows[chunks.student.starts[1:] - 1]) >= 0).all()
-
-
-def test_padding_and_types():
-    pairs = random_pairs(random.Random(9), 4)
-    _, chunks = folded(pairs, keyed_by_tokens=False, pad_to_multiple_of=64)
-    assert {array.dtype for array in (chunks.student.rows, chunks.student.starts, chunks.first_sample)} == {
-        np.dtype("i8")
-    }
-    assert chunks.teacher.tokens.dtype == np.int32
-    assert chunks.weight.dtype == chunks.multiplicity.dtype == np.float64
 
 
 @pytest.mark.parametrize("keyed_by_tokens", [False, True])

@@ -94,14 +94,6 @@ def test_byte_level_spells_any_character(folders, text):
     ("variant", "where"),
     [("byte level", "never"), ("metaspace", "first"), ("prepends", "always")],
 )
-def test_dummy_space_is_found_out(folders, variant, where):
-    assert folders[variant][1].dummy_space == where
-
-
-@pytest.mark.parametrize(
-    ("variant", "where"),
-    [("byte level", "never"), ("metaspace", "first"), ("prepends", "always")],
-)
 def test_tokenizer_without_a_digit(variant, where, tmp_path):
     folder = make_folder(tmp_path, PLAIN, **VARIANTS[variant])
     file = tmp_path / "tokenizer.json"

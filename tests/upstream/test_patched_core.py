@@ -18,8 +18,6 @@ from sources import ROOT, apply_patches, copied, megatron_core, require_patchabl
 
 pytestmark = pytest.mark.ci
 HERE = Path(__file__).parent
-# Of tests/model/test_mcore_seam.py: tests that depend neither on how rotary rows are gathered nor on a back-end.
-SEAM = "unfolded or forward_step or block_specs or float32 or one_micro_batch or stock_to_the_bit or both_ways"
 
 
 @dataclass(frozen=True)
@@ -77,31 +75,8 @@ def test_stock_specs_train_folded(copies: Copies) -> None:
     pytest_on(copies.patched, str(HERE / "native_seam.py"))
 
 
-@pytest.mark.slow
-def test_the_seam_still_works(copies: Copies) -> None:
-    """TreePackedSeqParams and with_prefix_tree, which need no patch, on a megatron-core that has one."""
-    pytest_on(copies.patched, "tests/model/test_mcore_seam.py", "-k", SEAM)
-
-
 def test_patched_core_without_a_tree_has_the_same_bits(copies: Copies) -> None:
     digests = [run(core, str(HERE / "stock_digest.py")) for core in (copies.released, copies.patched)]
     lines = [re.findall(r"^.* [0-9a-f]{64}$", digest, flags=re.MULTILINE) for digest in digests]
     assert len(set(lines[0])) == 7
     assert lines[0] == lines[1]
-
-
-@pytest.mark.slow  # test_patches.py checks the patches' imports
-def test_patched_core_works_without_this_package(copies: Copies) -> None:
-    """Megatron-Core imports, and attends, where mcore_prefix_tree cannot be imported."""
-    script = (
-        "import sys\n"
-        "sys.modules['mcore_prefix_tree'] = None\n"
-        "from megatron.core.models.gpt import GPTModel\n"
-        "from megatron.core.packed_seq_params import PackedSeqParams\n"
-        "from megatron.core.transformer.dot_product_attention import DotProductAttention\n"
-        "from megatron.core.transformer.tree_attention import get_tree_attention\n"
-        "assert PackedSeqParams().tree_metadata is None\n"
-        "assert get_tree_attention('torch')\n"
-        f"assert DotProductAttention.__module__ and {str(copies.patched)!r} in sys.modules['megatron.core'].__file__\n"
-    )
-    run(copies.patched, "-W", "ignore", "-c", script)

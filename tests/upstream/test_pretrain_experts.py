@@ -103,19 +103,6 @@ def test_balancing_that_compares_samples(stock: Stock, tmp_path: Path) -> None:
     assert_same_tensors(tmp_path / "saved", alone, 3)
 
 
-@pytest.mark.slow
-def test_experts_on_two_ranks(stock: Stock, experts: tuple[Path, dict[int, float]], tmp_path: Path) -> None:
-    """From the stock weights; Megatron cannot deal an optimizer's state to other numbers of expert-parallel ranks."""
-    start = only_checkpoint(experts[0], 1, tmp_path / "start")
-    anew = f"--load {start} --finetune --no-load-optim --no-load-rng --exit-interval 3"
-    *arguments, _ = stock.args(tmp_path)
-    folded = trained(ENTRY, *arguments, EXPERTS, anew, "--expert-model-parallel-size 2", ranks=2)
-    alone = trained(STOCK, CPU, MODEL, EXPERTS, TRAIN, UNFOLDED, stock.data, anew)
-    assert sorted(folded.losses) == sorted(alone.losses) == [1, 2, 3]
-    for iteration, loss in alone.losses.items():
-        assert folded.losses[iteration] == pytest.approx(loss, rel=LOSS)
-
-
 def test_stock_run_continues_from_a_folded_checkpoint(stock: Stock, base: Path, tmp_path: Path) -> None:
     trained(ENTRY, *stock.args(tmp_path), f"--load {base} --exit-interval 3")
     alone = trained(STOCK, CPU, MODEL, TRAIN, UNFOLDED, stock.data, f"--load {tmp_path} --exit-interval 5")

@@ -77,24 +77,6 @@ def test_from_scratch_in_one_process(stock: Stock, tmp_path: Path) -> None:
         pytest.param(2, "--tensor-model-parallel-size 2 --recompute-granularity selective", id="tp2-selective"),
         pytest.param(2, "--pipeline-model-parallel-size 2", id="pp2"),
         pytest.param(2, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", id="dp2"),
-        pytest.param(
-            2,
-            "--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity selective",
-            id="tp2-sp",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            2,
-            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
-            id="pp2-vpp2",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            4,
-            "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
-            id="tp2-pp2",
-            marks=pytest.mark.slow,
-        ),
     ],
 )
 def test_resumed_from_the_stock_run_in_another_layout(

@@ -72,18 +72,6 @@ def check(run: Run, stock: Stock, folder: Path) -> None:
     [
         pytest.param(2, "*-*-", "--tensor-model-parallel-size 2 --recompute-granularity selective", id="tp2-selective"),
         pytest.param(2, "*-*|-", "--pipeline-model-parallel-size 2", id="pp2"),
-        pytest.param(
-            2, "*-*-", "--tensor-model-parallel-size 2 --sequence-parallel", id="tp2-sp", marks=pytest.mark.slow
-        ),
-        pytest.param(2, "*-|*-", "--pipeline-model-parallel-size 2", id="pp2-even", marks=pytest.mark.slow),
-        pytest.param(2, "*|-|*|-", "--pipeline-model-parallel-size 2", id="pp2-vpp2", marks=pytest.mark.slow),
-        pytest.param(
-            2,
-            "*-*-",
-            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-            id="dp2-full-recompute",
-            marks=pytest.mark.slow,
-        ),
     ],
 )
 def test_resumed_from_the_stock_run_in_another_layout(
@@ -117,7 +105,7 @@ def test_critic_starts_from_a_gpt_in_either_model(base: Path, tmp_path: Path) ->
 
 
 @needs_script
-@pytest.mark.parametrize("pattern", ["*E*E", "G-G*", "M-M*", pytest.param("+-+E", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pattern", ["*E*E", "G-G*", "M-M*"])
 def test_other_layers(hybrid: Stock, tmp_path: Path, pattern: str) -> None:
     if "G" in pattern and not HAS_DELTA_NET:
         pytest.skip("Gated DeltaNet follows a tree since core_v0.19")
@@ -159,7 +147,6 @@ def test_recurrent_layers_do_not_see_the_budget(tmp_path: Path) -> None:
     ("objective", "layout"),
     [
         ("grpo", "--tensor-model-parallel-size 2"),
-        pytest.param("grpo", "", marks=pytest.mark.slow),
         pytest.param("critic", "--tensor-model-parallel-size 2 --sequence-parallel", marks=pytest.mark.ci),
     ],
 )
@@ -201,25 +188,6 @@ def test_dry_run_counts_states(hybrid: Stock, pattern: str, sizes: str, entries:
     most, size = (float(words.split()[0]) for words in (line.split("layers, ")[1], line.split("batch: ")[1]))
     assert most > 1
     assert size == pytest.approx(most * 4 * entries / 2**30, rel=1e-2)
-
-
-@needs_script
-@pytest.mark.slow
-def test_script_without_the_flag_equals_megatrons(tmp_path: Path) -> None:
-    script = tmp_path / "own.py"
-    script.write_text(
-        "import os, runpy, sys\n"
-        f"root = os.environ['{VARIABLE}']\n"
-        "sys.path.insert(0, root)\n"
-        "from mcore_prefix_tree.cpu.emulation import enable_training\n"
-        "enable_training()\n"
-        "runpy.run_path(os.path.join(root, 'pretrain_hybrid.py'), run_name='__main__')\n"
-    )
-    mock = "--mock-data --tokenizer-type NullTokenizer --vocab-size 127 --micro-batch-size 8 --exit-interval 3"
-    ours, own = (trained(program, CPU, hybrid_model("*-*-"), TRAIN, mock) for program in (HYBRID, (str(script),)))
-    assert len(own.losses) == 3
-    assert ours.losses == own.losses
-    assert "prefix_tree_" not in ours.output
 
 
 NEW = [

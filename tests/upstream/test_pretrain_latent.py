@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from megatron_lm import (
     STOCK,
     TRAIN,
     UNFOLDED,
-    VARIABLE,
     Stock,
     assert_same_tensors,
     only_checkpoint,
@@ -25,8 +23,6 @@ from megatron_lm import (
 
 require_checkout()
 
-SPARSE_FILE = "megatron/core/transformer/experimental_attention_variant/dsa_masking.py"
-HAS_SPARSE_ATTENTION = Path(os.environ[VARIABLE], SPARSE_FILE).is_file()
 LATENT = (
     MODEL.replace("--group-query-attention --num-query-groups 2", "--multi-latent-attention")
     + " --q-lora-rank 12 --kv-lora-rank 10 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 "
@@ -34,11 +30,6 @@ LATENT = (
     "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-shared-expert-intermediate-size 16 "
     "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none --moe-router-score-function sigmoid "
     "--moe-router-enable-expert-bias"
-)
-SPARSE = (
-    LATENT.partition(" --num-experts")[0]
-    + " --experimental-attention-variant dsa --dsa-indexer-n-heads 2 --dsa-indexer-head-dim 8 --dsa-indexer-topk 6 "
-    "--dsa-indexer-loss-coeff 0.1 --no-dsa-indexer-rotate-activation --no-dsa-indexer-scoring-relu"
 )
 BIASES_AS_THEY_ARE = "--moe-router-bias-update-rate 0"
 LAST = 5
@@ -59,16 +50,3 @@ def test_latent_attention_and_biased_experts(stock: Stock, tmp_path: Path) -> No
         assert loss == pytest.approx(losses[iteration], rel=LOSS), iteration
         assert run.iterations[iteration]["fold ratio"] > 1.3
     assert_same_tensors(tmp_path / "folded", tmp_path / "alone", LAST)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not HAS_SPARSE_ATTENTION, reason="sparse attention follows a tree since core_v0.19")
-def test_sparse_attention(stock: Stock, tmp_path: Path) -> None:
-    arguments = (CPU, SPARSE, TRAIN, stock.data, f"--exit-interval {LAST}")
-    alone = trained((*STOCK, "--spec", "latent_spec", "sparse_layer"), *arguments, UNFOLDED)
-    local = "--spec mcore_prefix_tree.mcore.seam.layer_specs gpt_layer_local"
-    run = trained(ENTRY, *arguments, FOLDED, local)
-    assert sorted(run.losses) == list(range(1, LAST + 1))
-    for iteration, loss in run.losses.items():
-        assert loss == pytest.approx(alone.losses[iteration], rel=LOSS), iteration
-        assert run.iterations[iteration]["fold ratio"] > 1.3

@@ -5,12 +5,10 @@ Their equality with unfolded samples is tested in :mod:`test_pretrain_objectives
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from harness.commands import write_rows
 from megatron_lm import (
     CPU,
     ENTRY,
@@ -48,11 +46,6 @@ def language_model(data: Path, folder: Path, model: str) -> Path:
     samples = f"--prefix-tree-data-path {data} --prefix-tree-order file"
     trained(STOCK, CPU, model, TRAIN, UNFOLDED, samples, f"--save {folder} --exit-interval 2")
     return folder
-
-
-def train(data: Path, model: str, *arguments: str, ranks: int = 1) -> Run:
-    samples = f"--prefix-tree-data-path {data} --prefix-tree-objective critic"
-    return trained(ENTRY, CPU, model, TRAIN, FOLDED, samples, *arguments, ranks=ranks)
 
 
 @pytest.mark.parametrize(
@@ -105,17 +98,3 @@ def test_optimizer_of_a_language_model_is_refused(data: Path, tmp_path: Path) ->
     assert f"--load {source} holds a language model, and --prefix-tree-objective reward_model trains" in error
     assert "name it with --pretrained-checkpoint, or add --finetune" in error
     assert "mcore_prefix_tree/mcore" not in run.output, "no traceback of ours"
-
-
-@pytest.mark.slow
-def test_new_rollouts_continue_a_critic(data: Path, tmp_path: Path) -> None:
-    saved = f"--load {tmp_path / 'saved'} --save {tmp_path / 'saved'}"
-    train(data, MODEL, saved, "--exit-interval 2")
-    rows = [json.loads(line) for line in data.read_text().splitlines()]
-    other = write_rows(tmp_path / "other.jsonl", rows[16:] + rows[:16])
-    samples = f"--prefix-tree-data-path {other} --prefix-tree-objective critic"
-    refused = megatron(ENTRY, CPU, MODEL, TRAIN, FOLDED, samples, saved)
-    assert "give --prefix-tree-new-data" in refused.output
-    rest = train(other, MODEL, saved, "--prefix-tree-new-data --exit-interval 3")
-    assert "> new data: their first sample follows the 32 of the checkpoint" in rest.output
-    assert sorted(rest.iterations) == [3]

@@ -139,9 +139,6 @@ def max_of(rows: list[dict[str, Any]], column: str) -> float:
         pytest.param("policy", "pp2", ("old_logprobs", "entropy", "ref_logprobs"), marks=pytest.mark.ci),
         pytest.param("critic", "tp2", ("values",), marks=pytest.mark.ci),
         pytest.param("reward_model", "tp2-sp-pp2", ("reward",), marks=pytest.mark.ci),
-        pytest.param("reward_model", "dp2", ("reward",), marks=pytest.mark.slow),
-        pytest.param("policy", "tp2-sp-pp2", ("old_logprobs", "entropy", "ref_logprobs"), marks=pytest.mark.slow),
-        pytest.param("policy", "dp2", ("old_logprobs", "entropy", "ref_logprobs"), marks=pytest.mark.slow),
     ],
 )
 def test_the_file_is_that_of_score(

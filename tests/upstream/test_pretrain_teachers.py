@@ -133,9 +133,6 @@ def check(stock_runs: StockRuns, tmp_path: Path, name: str, layout: str, given: 
         ("p_kl", "tp2"),
         pytest.param("p_kl", "pp2", marks=pytest.mark.ci),
         pytest.param("p_kl", "dp2-shared", marks=pytest.mark.ci),
-        pytest.param("reverse", "tp2-whole", marks=pytest.mark.slow),
-        pytest.param("reverse", "dp2", marks=pytest.mark.slow),
-        pytest.param("p_kl", "tp2-sp-pp2", marks=pytest.mark.slow),
     ],
 )
 def test_a_teacher_with_another_tokenizer(
@@ -151,9 +148,7 @@ def test_trees_above_the_budget(stock_runs: StockRuns, folder: Path, tmp_path: P
     check(stock_runs, tmp_path, name, layout, words(folder, name), folded=CUT)
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param("pp2", marks=pytest.mark.ci), pytest.param("tp2", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("layout", [pytest.param("pp2", marks=pytest.mark.ci)])
 def test_rows_that_the_teacher_exported(stock_runs: StockRuns, folder: Path, tmp_path: Path, layout: str) -> None:
     rows, recipe = tmp_path / "rows.parquet", tmp_path / "student.yaml"
     size = load_tokenizer(str(folder / "teacher")).vocab_size

@@ -46,7 +46,6 @@ def test_trees_and_samples_are_above_the_budget() -> None:
         pytest.param("dp2", "logits", (), marks=pytest.mark.ci),
         pytest.param("ep2", "logits", MOE, marks=pytest.mark.ci),
         pytest.param("pp2-vpp2", "logits", (), marks=pytest.mark.ci),
-        pytest.param("tp2-pp2", "weighted sum", FULL, marks=pytest.mark.slow),
     ],
 )
 def test_layouts_train_as_separate_samples(name: str, way: str, settings: tuple[tuple[str, object], ...]) -> None:
@@ -64,7 +63,6 @@ def test_layouts_train_as_separate_samples(name: str, way: str, settings: tuple[
         ("pp2", "GM|*G", ()),
         pytest.param("dp2", "MG*-", (), marks=pytest.mark.ci),
         pytest.param("pp2-vpp2", "G|M|*|G", (), marks=pytest.mark.ci),
-        pytest.param("tp2-pp2", "GM|*G", FULL, marks=pytest.mark.slow),
     ],
 )
 def test_layouts_train_recurrent_layers(name: str, pattern: str, settings: tuple[tuple[str, object], ...]) -> None:
@@ -103,9 +101,6 @@ def test_layouts_train_sparse_attention(name: str) -> None:
         ("ep2", ()),
         pytest.param("pp2", (), marks=pytest.mark.ci),
         pytest.param("tp2-sp", FULL, marks=pytest.mark.ci),
-        pytest.param("pp2-vpp2", FULL, marks=pytest.mark.slow),
-        pytest.param("pp2", FULL, marks=pytest.mark.slow),
-        pytest.param("dp2", (), marks=pytest.mark.slow),
     ],
 )
 def test_experts_are_balanced_as_of_separate_samples(name: str, recompute: tuple[tuple[str, object], ...]) -> None:

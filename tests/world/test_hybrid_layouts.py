@@ -43,13 +43,6 @@ TP2_SP, PP2 = Layout(tp=2, sequence_parallel=True), Layout(pp=2)
             2, Layout(ep=2), replace(DENSE, pattern="*E*E", config=MOE), id="experts-ep2", marks=pytest.mark.ci
         ),
         pytest.param(2, PP2, replace(DENSE, pattern="+-|+-", config=LATENT), id="latent-pp2"),
-        pytest.param(
-            4,
-            Layout(tp=2, pp=2, sequence_parallel=True),
-            replace(DENSE, pattern="*-|*-"),
-            id="tp2-sp-pp2",
-            marks=pytest.mark.slow,
-        ),
     ],
 )
 def test_every_layout(size: int, layout: Layout, job: Job) -> None:
@@ -133,7 +126,6 @@ GPT = replace(CHOOSES, pattern=None, config=LATENT + SPARSE + shallow(PP2))
             2, TP2_SP, replace(CHOOSES, config=LATENT + SPARSE + RECOMPUTE), id="tp2-sp", marks=pytest.mark.ci
         ),
         pytest.param(2, PP2, replace(CHOOSES, pattern="D-|DD"), id="pp2", marks=pytest.mark.ci),
-        pytest.param(2, Layout(), GPT, id="gpt-dp2", marks=pytest.mark.slow),
     ],
 )
 def test_sparse_attention_in_every_layout(size: int, layout: Layout, job: Job) -> None:

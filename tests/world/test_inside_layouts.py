@@ -100,9 +100,7 @@ def test_other_models(size: int, layout: Layout, job: InsideJob) -> None:
 @pytest.mark.parametrize(
     ("size", "layout", "job"),
     [
-        pytest.param(2, Layout(tp=2), InsideJob(reads="logits"), id="tp2", marks=pytest.mark.slow),
         pytest.param(2, Layout(tp=2, sequence_parallel=True), InsideJob(), id="tp2-sp"),
-        pytest.param(2, Layout(pp=2), InsideJob(config=RECOMPUTE), id="recompute-pp2", marks=pytest.mark.slow),
         pytest.param(2, Layout(pp=2, vpp=2), InsideJob(), id="pp2-vpp2", marks=pytest.mark.ci),
         pytest.param(2, Layout(ep=2), InsideJob(config=MOE), id="moe-ep2", marks=pytest.mark.ci),
     ],

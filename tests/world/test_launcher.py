@@ -106,15 +106,6 @@ def test_a_world_that_keeps_threads_starts_anew() -> None:
     assert pids[2] == pids[3]
 
 
-def test_layouts_follow_each_other_in_the_same_processes() -> None:
-    first = world(4).run(ranks, 10, layout=Layout(tp=2, pp=2))
-    second = world(4).run(ranks, 20, layout=Layout(tp=2))
-    assert [r[:5] for r in first] == [(0, 0, 0, 1, 16.0), (1, 0, 0, 1, 16.0), (0, 1, 0, 1, 16.0), (1, 1, 0, 1, 16.0)]
-    assert [r[:5] for r in second] == [(0, 0, 0, 2, 26.0), (1, 0, 0, 2, 26.0), (0, 0, 1, 2, 26.0), (1, 0, 1, 2, 26.0)]
-    assert [r[5] for r in first] == [r[5] for r in second]
-    assert len({r[5] for r in first} | {os.getpid()}) == 5
-
-
 def test_an_error_is_raised_here_with_its_traceback() -> None:
     with pytest.raises(WorkerError, match=r"(?s)rank 1 of a world of 2.*fail_in_rank_one.*KeyError: 'only here'"):
         world(2).run(fail_in_rank_one, layout=Layout())
@@ -140,17 +131,6 @@ def test_a_rank_that_hangs_is_given_up_and_ended() -> None:
 def test_calls_are_isolated() -> None:
     world(2).run(leave_a_message_undelivered, layout=Layout())
     assert world(2).run(receive, layout=Layout())[1] == 7.0
-
-
-def test_impossible_layouts_are_rejected() -> None:
-    with pytest.raises(ValueError, match="tp > 1"):
-        Layout(sequence_parallel=True)
-    with pytest.raises(ValueError, match="pp > 1"):
-        Layout(vpp=2)
-    with pytest.raises(ValueError, match="a world of 2 cannot hold"):
-        world(2).run(ranks, 0, layout=Layout(tp=4))
-    with pytest.raises(ValueError, match="a world of 2 cannot hold"):
-        Layout(ep=4).dp(2)
 
 
 def test_weights_are_cut_as_megatron_computes_with_them() -> None:

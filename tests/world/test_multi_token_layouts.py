@@ -37,7 +37,6 @@ def shallower(job: Job, layout: Layout) -> Job:
         pytest.param(2, Layout(), JOB, id="dp2", marks=pytest.mark.ci),
         pytest.param(2, TP2_SP, replace(JOB, config=DEPTHS + MOE), id="experts-tp2-sp", marks=pytest.mark.ci),
         pytest.param(2, Layout(ep=2), replace(JOB, config=DEPTHS + MOE), id="experts-ep2", marks=pytest.mark.ci),
-        pytest.param(4, Layout(tp=2, pp=2, sequence_parallel=True), JOB, id="tp2-sp-pp2", marks=pytest.mark.slow),
         pytest.param(2, TP2, HYBRID, id="hybrid-tp2", marks=pytest.mark.ci),
         pytest.param(2, TP2_SP, replace(HYBRID, config=DEPTHS + RECOMPUTE), id="hybrid-tp2-sp-recompute"),
         pytest.param(2, PP2, replace(HYBRID, pattern="*-|*-/*-/*-"), id="hybrid-pp2", marks=pytest.mark.ci),

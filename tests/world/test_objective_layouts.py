@@ -36,8 +36,6 @@ from objective_jobs import (
 from mcore_prefix_tree.mcore.release import HAS_DEPTHS, NEEDS_DEPTHS
 
 FP64 = 1e-12
-# Upstream routes in fp32 for any dtype of the model.
-FP32_INSIDE = 1e-6
 # Both runs are off by rounding, and one batch is one draw of it: use the limits of verify.
 FACTOR = 3.0
 GRPO = Job(
@@ -203,7 +201,7 @@ CUT = {
     "sampling masks of pairs": replace(DPO, masked=True, fused_head=False),
     "sampling masks of values": replace(CRITIC, masked=True),
 }
-CUT_QUICK = {"dp2": {"dpo"}, "tp2-sp": {"kto"}, "pp2": {"gspo"}}
+CUT_QUICK = {"dp2": {"dpo", "importance of sequences"}, "tp2-sp": {"kto"}, "pp2": {"gspo", "sampling masks"}}
 CUT_IN_CI = {
     "dp2": {"reward_model", "sampling masks of values", "a divergence from a model"},
     "tp2-sp": {"sampling masks of pairs", "an entropy and a divergence of sequences"},
@@ -255,7 +253,6 @@ def test_half_precision_in_the_loop() -> None:
         pytest.param(2, Layout(tp=2, sequence_parallel=True), replace(DEPTHS, config=DEEP + FULL), id="tp2-sp"),
         pytest.param(2, Layout(pp=2, vpp=2), replace(DEPTHS, name="dpo", options=()), id="dpo-pp2-vpp2"),
         pytest.param(2, Layout(), DEPTHS, id="dp2", marks=pytest.mark.ci),
-        pytest.param(2, Layout(pp=2), DEPTHS, id="pp2", marks=pytest.mark.slow),
     ],
 )
 def test_depths_of_multi_token_prediction_have_their_own_mean(size: int, layout: Layout, job: Job) -> None:
@@ -303,23 +300,6 @@ def test_a_rank_without_samples(job: Job) -> None:
     assert min(outcome.tokens_here for outcome in outcomes) == 0
 
 
-@pytest.mark.slow
-def test_experts_of_chunks_are_on_both_ranks() -> None:
-    """All chunks of a pair are on one rank; the other runs forward with it, as its experts get tokens."""
-    cut = replace(DPO, config=MOE, max_tokens=LONGEST // 2, over_budget="carry")
-    check(2, Layout(ep=2), cut, limit=FP32_INSIDE)
-    outcomes = check(2, Layout(ep=2), replace(cut, max_tokens=4), order=range(2), limit=FP32_INSIDE)
-    assert min(outcome.tokens_here for outcome in outcomes) == 0
-    assert outcomes[0].carried_tokens > 0
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("job", quick(GRPO, of=[GRPO, CRITIC, DPO, REWARD_MODEL, DISTILL, TAUGHT]), ids=IDS)
-def test_a_mixture_of_experts(job: Job) -> None:
-    layout = Layout(tp=2, sequence_parallel=True)
-    check(2, layout, replace(job, max_tokens=2 * LONGEST, config=MOE), limit=FP32_INSIDE)
-
-
 BALANCED = (*MOE[:-1], ("moe_router_load_balancing_type", "aux_loss"), ("moe_router_score_function", "sigmoid"))
 BALANCED = (*BALANCED, ("moe_router_dtype", "fp64"))
 INDEXED = tuple((dict(LATENT) | dict(SPARSE) | {"dsa_indexer_use_sparse_loss": False}).items())
@@ -348,12 +328,6 @@ def test_losses_of_layers_have_the_strength_of_their_coefficients(name: str) -> 
     check_added(1, Layout(), name)
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("kind", [kind for kind in ADDED if kind != "all"])
-def test_each_loss_of_layers_has_the_strength_of_its_coefficient(kind: str) -> None:
-    check_added(1, Layout(), "grpo by sample", kind)
-
-
 @pytest.mark.parametrize(
     ("size", "layout", "name"),
     [
@@ -374,11 +348,10 @@ def test_losses_of_layers_of_trees_in_chunks(name: str) -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("job", [GRPO, pytest.param(CRITIC, marks=pytest.mark.slow)], ids=["grpo", "critic"])
-def test_bfloat16_is_about_as_close_to_the_truth_as_unfolded(job: Job) -> None:
+def test_bfloat16_is_about_as_close_to_the_truth_as_unfolded() -> None:
     """Against fp64 with the same weights, both in loss and in the worst parameter's gradient."""
-    half = replace(job, dtype=torch.bfloat16, max_tokens=2 * LONGEST)
-    true_loss, truth = expected(job, rounded=True)
+    half = replace(GRPO, dtype=torch.bfloat16, max_tokens=2 * LONGEST)
+    true_loss, truth = expected(GRPO, rounded=True)
     loss, unfolded = expected(half, rounded=True)
     outcomes, gradients = folded(2, Layout(tp=2), half, range(len(SAMPLES)))
     worst = max(errors(unfolded, truth).values())

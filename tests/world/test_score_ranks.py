@@ -46,17 +46,11 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[st
         pytest.param(
             ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"), id="tensor and sequence"
         ),
-        pytest.param(("parallel.pipeline_model_parallel_size=2",), id="pipeline", marks=pytest.mark.slow),
-        pytest.param(
-            ("fused_head=false", "parallel.tensor_model_parallel_size=2"), id="tensor, logits", marks=pytest.mark.slow
-        ),
-        pytest.param((), id="data", marks=pytest.mark.slow),
         pytest.param(
             ("batch.max_tokens=7", "parallel.pipeline_model_parallel_size=2"),
             id="chunks on a pipeline",
             marks=pytest.mark.ci,
         ),
-        pytest.param(("batch.max_tokens=7",), id="chunks, data", marks=pytest.mark.slow),
     ],
 )
 def test_every_layout_writes_the_same(

@@ -80,22 +80,11 @@ def in_one_process(job: Path, name: str) -> tuple[Path, list[dict[str, float]]]:
 
 # test_objective_layouts tests an objective's results in each layout; that its head is saved and read in each,
 # by a critic's.
-# A job takes half a minute on two cores: each layout once, the rest where slow tests run.
+# A job takes half a minute on two cores: each layout once.
 CASES = [
     ("grpo", "tensor and sequence"),
     ("critic", "pipeline"),
     ("dpo", "data"),
-    *(
-        pytest.param(*case, marks=pytest.mark.slow)
-        for case in (
-            ("grpo", "pipeline"),
-            ("grpo", "data"),
-            ("dpo", "tensor and sequence"),
-            ("dpo", "pipeline"),
-            ("critic", "tensor and sequence"),
-            ("reward_model", "data"),
-        )
-    ),
 ]
 
 

@@ -76,17 +76,6 @@ def one_process(job: Path) -> list[dict[str, Any]]:
     "layout",
     [
         pytest.param((), id="data parallel"),
-        pytest.param(("parallel.pipeline_model_parallel_size=2",), id="pipeline parallel", marks=pytest.mark.slow),
-        pytest.param(
-            ("parallel.pipeline_model_parallel_size=2", "parallel.virtual_pipeline_model_parallel_size=2"),
-            id="interleaved",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"),
-            id="tensor and sequence parallel",
-            marks=pytest.mark.slow,
-        ),
     ],
 )
 def test_two_ranks_evaluate_like_one(

@@ -53,13 +53,13 @@ def test_replicas_may_share_the_parts_of_a_teacher(given: list[str], one_process
     assert reported(run(2, "train", *given, shared, *LAYOUTS["data"])) == one_process
 
 
-@pytest.mark.parametrize("layout", ["tensor and sequence", "pipeline", pytest.param("data", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", ["tensor and sequence", "pipeline"])
 def test_two_ranks_report_like_one(given: list[str], one_process: list[dict[str, float]], layout: str) -> None:
     assert [step.keys() >= {"loss", "kd", "ce"} for step in one_process] == [True] * 3
     assert reported(run(2, "train", *given, *LAYOUTS[layout])) == one_process
 
 
-@pytest.mark.parametrize("layout", ["tensor and sequence", "pipeline", pytest.param("data", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", ["tensor and sequence", "pipeline"])
 def test_two_ranks_do_not_see_the_budget(given: list[str], one_process: list[dict[str, float]], layout: str) -> None:
     cut = ("batch.max_tokens=8", "batch.over_budget=carry")
     done = run(2, "train", *given, *cut, *LAYOUTS[layout])
@@ -67,9 +67,7 @@ def test_two_ranks_do_not_see_the_budget(given: list[str], one_process: list[dic
     assert reported(done) == one_process
 
 
-@pytest.mark.parametrize(
-    "layout", ["tensor_model_parallel_size: 2", pytest.param("pipeline_model_parallel_size: 2", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("layout", ["tensor_model_parallel_size: 2"])
 def test_two_ranks_export_like_one(given: list[str], layout: str, tmp_path: Path) -> None:
     teacher = Path(given[0]).with_name("teacher.yaml").read_text()
     found = []
