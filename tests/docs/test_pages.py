@@ -15,6 +15,7 @@ from pages import PAGES, ROOT, anchors_of, commands_of, inline_of, links_of, nam
 from mcore_prefix_tree.arguments.flags import add_argument_group
 from mcore_prefix_tree.cli.main import app
 from mcore_prefix_tree.settings import Recipe, load_recipe
+from mcore_prefix_tree.utils.gone import GONE
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 COMMANDS: Any = typer.main.get_command(app)
@@ -96,5 +97,5 @@ def test_options_and_keys_in_the_text_exist(page: Path) -> None:
             if word.startswith("--prefix-tree"):
                 assert word.partition("=")[0] in MEGATRON, code
         key = re.fullmatch(rf"((?:{SECTIONS})\.[a-z_.]+)(?:[=:].*)?", code)
-        if key and not key[1].endswith((".py", ".safetensors", ".weight")):
+        if key and key[1] not in GONE and not key[1].endswith((".py", ".safetensors", ".weight")):
             check_key(key[1])

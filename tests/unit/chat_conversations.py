@@ -57,9 +57,9 @@ def texts(*more):
 
 def _arguments(draw, family):
     """Return arguments as the template takes them, and as the record has them."""
-    given = draw(st.sampled_from([{}, {"k": "a b"}, {"n": 1, "deep": [1.5, {"ü": None}]}, "[1]"]))
-    if isinstance(given, str):
-        return (given, given) if family.free_arguments else ({}, "")
+    given = draw(st.sampled_from([{}, {"k": "a b"}, {"n": 1, "deep": [1.5, {"ü": None}]}, [1]]))
+    if isinstance(given, list):
+        return (given, json.dumps(given)) if family.free_arguments else ({}, "")
     forms = [given, json.dumps(given), json.dumps(given, ensure_ascii=False), *(() if given else ("", None))]
     return given, draw(st.sampled_from(forms))
 
