@@ -73,6 +73,7 @@ FOLDING = (
 FILES = (
     Flag("data.path", "data-path", "FILE", "Standard input is for recipes."),
     Flag("validation.path", "valid-data-path", "FILE"),
+    Flag("data.format", metavar="NAME", note="One of trl, verl, slime and vllm."),
     Flag("data.fields", metavar="JSON", note="""For example '{"group": "task_id", "tokens": "input_ids"}'."""),
     Flag(
         "model.hf",

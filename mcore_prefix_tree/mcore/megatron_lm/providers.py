@@ -81,7 +81,7 @@ def read_order(
     paths, order = args.prefix_tree_data_path, args.prefix_tree_order
     if validates:
         paths, order = args.prefix_tree_valid_data_path, "file"
-    names = FieldNames(given=args.prefix_tree_fields, may_lack=validates)
+    names = FieldNames(given=args.prefix_tree_fields, format=args.prefix_tree_format, may_lack=validates)
     check = partial(check_samples, objective)
     is_whole = folding.over_budget == "repeat"
     source = make_source_from_args(args, paths, order, objective, names=names, whole_samples=is_whole)

@@ -53,7 +53,7 @@ def run_score() -> None:
     args.finetune = args.no_load_optim = args.no_load_rng = True
     options, kind = read_score(args), read_objective(args).kind
     assert options is not None, "only --prefix-tree-score starts this"
-    names = FieldNames(given=args.prefix_tree_fields, keeps_others=True)
+    names = FieldNames(given=args.prefix_tree_fields, format=args.prefix_tree_format, keeps_others=True)
     # The objective's fields are not checked: it may need these very scores.
     over_budget = args.prefix_tree_over_budget
     source = make_source_from_args(
@@ -78,7 +78,7 @@ def run_score() -> None:
         ),
         per_step=args.global_batch_size,
         folding=replace(job.folding, over_budget=over_budget),
-        names=FieldNames(given=args.prefix_tree_fields),
+        names=FieldNames(given=args.prefix_tree_fields, format=args.prefix_tree_format),
         options=options,
     )
     print_rank_0(spell("\n".join(report.lines(args.prefix_tree_score)), SPELLINGS))
