@@ -112,11 +112,11 @@ def _ratio(samples: Samples, source: Source, lines: Sequence[Sequence[Sample]]) 
 
 def print_alternatives(console: Console, found: Sequence[Alternative]) -> None:
     """Print a row for each setting that folds more; nothing if there is no such setting."""
-    from mcore_prefix_tree.cli.console import rows, say
+    from mcore_prefix_tree.cli.console import rows, say, show
 
     if found:
         say(console, "\nTraining steps fold more with:")
-        console.print(rows((f"  {one.option}", numbers.ratio(one.fold_ratio), one.remark) for one in found))
+        show(console, rows((f"  {one.option}", numbers.ratio(one.fold_ratio), one.remark) for one in found))
 
 
 def steps_rows(steps: StepsReport | None, order: SampleOrder | None) -> list[tuple[str, str, str]]:
@@ -124,7 +124,9 @@ def steps_rows(steps: StepsReport | None, order: SampleOrder | None) -> list[tup
     if steps is None or order is None:
         return []
     of = f"{order.step:,} {'groups' if order.by_line else 'samples'}"
-    rows = [_row("  in training steps", steps.fold_ratio, f", {steps.steps:,} steps of {of}, {order.order}")]
+    rows = [
+        _row("  in training steps", steps.fold_ratio, f", {numbers.plural(steps.steps, 'step')} of {of}, {order.order}")
+    ]
     if steps.planned_fold_ratio is not None:
         rows.append(_row("  and micro-batches", steps.planned_fold_ratio, ""))
     if steps.idle_ranks:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich import progress
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -58,9 +58,19 @@ def rows(lines: Iterable[tuple[str, str, str]]) -> Table:
     return table
 
 
+def show(console: Console, drawn: RenderableType, *, width: int | None = None) -> None:
+    """Print a table or a tree; in a file or a pipe, lines have no spaces at their ends."""
+    if console.is_terminal:
+        console.print(drawn, width=width)
+        return
+    with console.capture() as captured:
+        console.print(drawn, width=width)
+    say_line(console, "\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
 def say(console: Console, text: str, *, style: str | None = None) -> None:
     """Print a sentence, broken between words at the terminal's width."""
-    console.print(text, style=style, markup=False, highlight=False)
+    show(console, Text(text, style=style or ""))
 
 
 def say_line(console: Console, text: str, *, style: str | None = None) -> None:
@@ -185,7 +195,7 @@ def print_verified(console: Console, report: VerifyReport) -> None:
     for name, (error, limit) in report.checks.items():
         verdict = "ok" if error <= limit else "TOO LARGE"
         table.add_row(names[name], numbers.error(error), numbers.error(limit), verdict)
-    console.print(table)
+    show(console, table)
     say_line(console, f"largest gradient error: {report.worst_parameter}")
     if report.left_out is not None:
         say_line(console, f"not compared: {report.left_out}, which a sample by itself does not have")
@@ -207,7 +217,7 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
             "" if row is folded or cpu is None or not least_cpu else numbers.ratio(cpu / least_cpu),
             numbers.size(row.peak_bytes),
         )
-    console.print(table)
+    show(console, table)
     # Other jobs on the machine take its time, and not a process's CPU time.
     gain, clock = (comparison.gain, "time") if comparison.cpu_gain is None else (comparison.cpu_gain, "CPU time")
     say(

@@ -75,21 +75,21 @@ def inspect(
 
     from rich.console import Console
 
-    from mcore_prefix_tree.cli.console import say, say_line
+    from mcore_prefix_tree.cli.console import say, say_line, show
     from mcore_prefix_tree.cli.drawing import draw_tree, summary
 
     # Only the caller knows which vocabulary plain tokens belong to: their text is shown if a tokenizer is named.
     console = Console()
     width = console.width - (2 if console.options.ascii_only else 0)  # an ellipsis becomes three dots
     for tree in largest:
-        console.print(draw_tree(layout, tree, samples.tokenizer.try_decode), width=width)
+        show(console, draw_tree(layout, tree, samples.tokenizer.try_decode), width=width)
         console.print()
     if layout.num_trees > len(largest) > 0:
         say(console, f"… {numbers.plural(layout.num_trees - len(largest), 'more tree', 'more trees')}\n", style="dim")
     more = steps_rows(steps, order)
     if unrouted is not None:
         more.insert(0, ("  without routes", numbers.ratio(unrouted), "if tokens alone had to agree"))
-    console.print(summary(counts, expected, more))
+    show(console, summary(counts, expected, more))
     say_line(console, f"longest sample: {longest}", style="dim")
     print_alternatives(console, better)
     lines = causes_lines(causes, counts["fold_ratio"], has_text=samples.tokenizer.loaded is not None)

@@ -141,7 +141,7 @@ def _print(
 ) -> None:
     from rich.console import Console
 
-    from mcore_prefix_tree.cli.console import grid, rows, say
+    from mcore_prefix_tree.cli.console import grid, rows, say, show
 
     per_rank = len(report.ranks[0])
     computed = report.unique_tokens + report.repeated_tokens
@@ -185,13 +185,13 @@ def _print(
             _some(numbers.count(batch.tokens) for batch in batches),
         )
     console = Console()
-    console.print(table)
+    show(console, table)
     if working > _RANKS_SHOWN:
         say(console, f"… {working - _RANKS_SHOWN:,} faster ranks", style="dim")
     if report.idle_ranks:
         say(console, f"… {report.idle_ranks:,} idle ranks", style="dim")
     console.print()
-    console.print(rows(filter(None, lines)))
+    show(console, rows(filter(None, lines)))
     print_alternatives(console, alternatives(samples, steps))
     print_hints(console, samples, report.unique_tokens)
 

@@ -171,7 +171,7 @@ def inspect_alignment(
     """Show which tokens of student and teacher have the same text, in the first samples of some files."""
     from rich.console import Console
 
-    from mcore_prefix_tree.cli.console import say, say_line
+    from mcore_prefix_tree.cli.console import say, say_line, show
     from mcore_prefix_tree.data import Skipped
     from mcore_prefix_tree.xtoken.pairs import Pairing, iter_pairs
 
@@ -182,7 +182,7 @@ def inspect_alignment(
     for pair in islice((pair for pairs in records for pair in pairs), samples):
         sizes = f"{len(pair.student):,} student tokens, {len(pair.teacher):,} teacher tokens, {len(pair):,} chunks"
         say_line(console, f"{pair.student.source}: {sizes}")
-        console.print(alignment_table(pair, pairing, chunks))
+        show(console, alignment_table(pair, pairing, chunks))
         say(console, _summary(pair, chunks))
     if skipped:
         typer.echo(str(skipped), err=True)

@@ -401,3 +401,13 @@ def test_progress_without_a_terminal_is_printed_in_lines(tell, line, monkeypatch
     for done in (1, 2, 3):
         tell(reporter, done)
     assert printed(console) == line
+
+
+@pytest.mark.parametrize("command", [("inspect", "--trees", "3"), ("plan", "--max-tokens", "64")])
+def test_piped_lines_have_no_spaces_at_their_ends(tmp_path: Path, command: tuple[str, ...]) -> None:
+    rows = [{"tokens": [1, 2, *range(3, 5 + number)], "loss_mask": [0] * 2 + [1] * (2 + number)} for number in range(4)]
+    name, *options = command
+    done = run_command(name, write_rows(tmp_path / "data.jsonl", rows), *options)
+    assert done.exit_code == 0
+    assert done.stdout.count("\n") > 5
+    assert [line for line in done.stdout.splitlines() if line != line.rstrip()] == []

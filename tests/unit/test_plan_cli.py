@@ -183,13 +183,13 @@ def test_output_says_that_one_step_takes_all_samples(turns):
         assert whole_file in " ".join(unknown.split())
         assert steps not in unknown
         assert "These figures" not in known
-        assert "6 of 4 samples, shuffled" in " ".join(known.split())
+        assert "6 steps of 4 samples, shuffled" in " ".join(known.split())
         twice = run_command(*asked, "--global-batch-size", "30").stdout
         assert (
             "A step of 30 is larger than the 24 samples there are, so these figures are for one step that takes each "
             "of them once."
         ) in " ".join(twice.split())
-        assert "1 of 24 samples, shuffled" in " ".join(twice.split())
+        assert "1 step of 24 samples, shuffled" in " ".join(twice.split())
         result = run_command(*asked, "--order", "folded")
         assert (result.exit_code, "give --global-batch-size too" in result.stderr) == (2, True)
 
