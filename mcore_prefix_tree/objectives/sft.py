@@ -50,11 +50,12 @@ class SupervisedFineTuning(SummedObjective):
 
     def check(self, samples: Sequence[Sample]) -> None:
         """Check samples before the first step; a weighted sum takes any but rejected answers."""
-        rejected = next((sample for sample in samples if sample.signals.chosen is False), None)
+        # Token ids may carry the signals of several objectives; a record with both answers asks for a comparison.
+        rejected = next((sample for sample in samples if sample.source.endswith(" rejected")), None)
         if rejected is not None:
             raise SampleError(
-                f"{rejected.source}: is the rejected answer of a pair, on which objective.name=sft would train; leave "
-                "it out, or compare pairs with objective.name=dpo"
+                f"{rejected.source}: this is the rejected answer of a pair, which objective.name=sft would train on; "
+                "leave it out, or compare pairs with objective.name=dpo"
             )
         if not self.is_weighted_sum:
             self.targets(samples)

@@ -77,7 +77,9 @@ def _rates(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, float
     known = vars(model).get(_HOLDERS)
     if known is None or known[0] != registrations():
         every = [(module, is_tuner) for module, _, is_tuner in _walk(model, into_tuners=False)]
-        holders = [(module, is_tuner) for module, is_tuner in every if is_tuner or _rate_names(module)]
+        # Trainers give an embedding its rate of noise when they start.
+        late = torch.nn.Embedding
+        holders = [one for one in every if one[1] or isinstance(one[0], late) or _rate_names(one[0])]
         known = vars(model)[_HOLDERS] = (registrations(), holders)
     for holder, is_tuner in known[1]:
         for module, active, _ in _walk(holder, into_tuners=True) if is_tuner else [(holder, None, False)]:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -121,9 +122,10 @@ def assert_same_folder(exported: Path, source: Path) -> None:
 def gradients(run: Resolved, *, is_folded: bool = True) -> dict[str, torch.Tensor]:
     """The gradients of the first step's summed loss, converted as weights are."""
     chunks = run.starting_model(print)
-    step = fold_step(run.first_step(), run.job)
+    job = replace(run.job, divides_by_tokens=False)
+    step = fold_step(run.first_step(), job)
     assert (step.logical_tokens > 1.5 * step.physical_tokens) == is_folded
-    run_schedule(chunks, step.micro_batches, run.job.forward_step)
+    run_schedule(chunks, step.micro_batches, job.forward_step)
     assert run.recipe.model.hf is not None
     return exported_gradients(run.recipe.model.hf, chunks, [parameter.grad for parameter in chunks[0].parameters()])
 

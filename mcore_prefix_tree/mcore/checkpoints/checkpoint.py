@@ -14,7 +14,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -217,7 +217,8 @@ def load(
         group.update(settings)
     optimizer.load_state_dict(loaded["optimizer"])
     scheduler.load_state_dict(loaded["opt_param_scheduler"])
-    return Progress(**loaded["progress"])
+    known = {one.name for one in fields(Progress)}  # a newer version may write more
+    return Progress(**{key: value for key, value in loaded["progress"].items() if key in known})
 
 
 def load_weights(

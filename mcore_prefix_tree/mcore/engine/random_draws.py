@@ -48,8 +48,8 @@ def kept_generators() -> Iterator[None]:
 
 
 @contextmanager
-def turned_off(settings: Sequence[Setting]) -> Iterator[None]:
-    """Turn settings off, and restore them at the end."""
+def temporary_settings(settings: Sequence[Setting]) -> Iterator[None]:
+    """Set attributes of objects to values, and restore them at the end."""
     with ExitStack() as restored:
         for owner, name, value in settings:
             restored.callback(setattr, owner, name, getattr(owner, name))
@@ -62,7 +62,7 @@ def without_fp8(chunks: Sequence[torch.nn.Module]) -> AbstractContextManager[Non
     modules = [module for chunk in chunks for module in chunk.modules()]
     configs = (one.config for one in modules if getattr(getattr(one, "config", None), "fp8", None))
     kept = [(one, name, getattr(one, name)) for one in modules if hasattr(one, name := "is_first_microbatch")]
-    return turned_off([*((config, "fp8", None) for config in configs), *kept])
+    return temporary_settings([*((config, "fp8", None) for config in configs), *kept])
 
 
 def why_not_the_same(run: Callable[[], torch.Tensor]) -> str | None:

@@ -23,7 +23,12 @@ from mcore_prefix_tree.mcore.engine.forward_step import for_schedule, tree_forwa
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.outcome import Outcome, Rows, compare_outcomes, measure_rounding
 from mcore_prefix_tree.mcore.engine.pipeline import run_schedule
-from mcore_prefix_tree.mcore.engine.random_draws import kept_buffers, kept_generators, why_not_the_same
+from mcore_prefix_tree.mcore.engine.random_draws import (
+    kept_buffers,
+    kept_generators,
+    temporary_settings,
+    why_not_the_same,
+)
 from mcore_prefix_tree.mcore.engine.stand_ins import make_stand_in, plain
 from mcore_prefix_tree.mcore.engine.step_planner import FoldedStep, fold_step
 from mcore_prefix_tree.mcore.engine.unfolded import (
@@ -277,7 +282,11 @@ def _run_unfolded(
         """Return a loss and its divisor: scored tokens, or all, which stock layers multiply their losses by."""
         return (loss * ratio, batch.length) if job.divides_by_tokens else (loss, batch.loss_mask.count_nonzero())
 
-    return _run(chunks, step.micro_batches, step.sample_index, stock_forward, score, divide, job, begun)
+    depths = job.config.mtp_loss_scaling_factor if job.divides_by_tokens and job.config.mtp_num_layers else None
+    # A depth's loss is a sum over scored tokens, as the main loss is.
+    scaled = [] if depths is None else [(job.config, "mtp_loss_scaling_factor", depths * ratio)]
+    with temporary_settings(scaled):
+        return _run(chunks, step.micro_batches, step.sample_index, stock_forward, score, divide, job, begun)
 
 
 def _run(

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from mcore_prefix_tree.layout import FlatLayout, fold
 from mcore_prefix_tree.mcore.engine.backend import list_windows
-from mcore_prefix_tree.mcore.engine.random_draws import Setting, turned_off
+from mcore_prefix_tree.mcore.engine.random_draws import Setting, temporary_settings
 from mcore_prefix_tree.mcore.packed.bridge_pictures import takes_deepstack
 from mcore_prefix_tree.mcore.seam.all_tokens import gather_tokens, padding_multiple, split_tokens
 from mcore_prefix_tree.mcore.seam.carried_keys import Carry
@@ -171,7 +171,7 @@ class PartedDecoderMixin:
         rotary = kwargs.get("rotary_pos_emb")
         if part.params.rotary_by_token and rotary is not None:
             kwargs = kwargs | {"rotary_pos_emb": _take(rotary, part)}
-        with turned_off(recomputes):
+        with temporary_settings(recomputes):
             if not self.pre_process:
                 self.input_tensor = own
             out = stock(own if self.pre_process else None, *args, **kwargs | {"packed_seq_params": part.params})

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from mcore_prefix_tree.mcore.engine.random_draws import (
     kept_buffers,
     kept_generators,
-    turned_off,
+    temporary_settings,
     why_not_the_same,
     without_fp8,
 )
@@ -141,7 +141,7 @@ def _undisturbed(model: Any) -> Iterator[torch.Tensor | None]:
         restored.enter_context(kept_buffers([model]))
         restored.enter_context(balancing_by_sample([model]))
         # torch.autograd.grad does not go through it; and offloading waits for a schedule.
-        restored.enter_context(turned_off(recomputation(model)))
+        restored.enter_context(temporary_settings(recomputation(model)))
         restored.enter_context(without_fp8([model]))
         restored.callback(model.set_input_tensor, sent)
         model.set_input_tensor(leaf)
