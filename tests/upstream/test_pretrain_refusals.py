@@ -53,6 +53,7 @@ SPINE = [
     ("--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap", "tp_comm_overlap=True"),
     (f"{MOE} --expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm", "overlap_moe_expert_parallel_comm"),
     (f"{MOE} --moe-router-load-balancing-type sinkhorn", "moe_router_load_balancing_type='sinkhorn'"),
+    (f"{MOE} --moe-router-topk 64", "moe_router_topk=64 with num_moe_experts="),
     (f"{MOE} --moe-expert-capacity-factor 1.5", "moe_expert_capacity_factor=1.5"),
     (
         f"{MOE} --moe-expert-capacity-factor 4 --moe-pad-expert-input-to-capacity",
