@@ -39,7 +39,7 @@ NOT_RUN: dict[str, dict[str, str]] = {
     },
     "docs/gpu.md": {"": GPUS},
     "docs/howto/distillation.md": {
-        "mcore-prefix-tree train student.yaml": READERS,
+        "mcore-prefix-tree train student.yaml\n": READERS,
     },
     "docs/howto/grpo-own-model.md": {"": IN_PEERS},
     "docs/howto/many-machines.md": {"": MACHINES},

@@ -354,7 +354,7 @@ def test_damaged_checkpoint_error_names_the_file(
     [
         ("model.hidden_size=64", "the weights in {saved} were trained with model.hidden_size=32"),
         ("model.num_layers=3", "the weights in {saved} were trained with model.num_layers=2"),
-        ("model.add_bias_linear=true", "the weights in {saved} were trained with model.add_bias_linear=false"),
+        ("model.add_bias_linear=true", "the weights in {saved} were trained with model.add_bias_linear=False"),
         ("model.dtype=bfloat16", "checkpoint {saved} is damaged or does not fit this recipe's"),
     ],
 )
