@@ -14,7 +14,6 @@ import pytest
 
 from mcore_prefix_tree.arguments.refusals import ArgumentError
 from mcore_prefix_tree.mcore.megatron_lm.command_line import add_prefix_tree_args
-from mcore_prefix_tree.mcore.release import MegatronCoreError
 
 ADAPTER = "mcore_prefix_tree.mcore.megatron_lm.pretrain_forms"
 Load = Callable[..., Any]
@@ -122,13 +121,6 @@ def test_help_has_our_arguments_if_pretrain_parses_without_them(
 def test_another_form_is_refused(load: Load, signature: str) -> None:
     adapter = load(recorder(signature)[0])
     with pytest.raises(ArgumentError, match=r"checkout is Megatron-LM .*; check out core_v0.16.1, "):
-        adapter.check_megatron_lm()
-
-
-def test_other_missing_names_are_reported(load: Load) -> None:
-    """The fake has no get_timers."""
-    adapter = load(recorder(CORE_019)[0])
-    with pytest.raises(MegatronCoreError, match=r"lacks .*: megatron\.training\.get_timers; "):
         adapter.check_megatron_lm()
 
 

@@ -108,7 +108,7 @@ def test_alignment_is_shown_as_a_table(folders, chats):
     assert re.search(rf"{chats}:1: \d+ student tokens, \d+ teacher tokens, (\d+) chunks", first)
     assert "more chunks\n" in first
     assert re.search(r"(\d+) of \1 scored student tokens are aligned: ", first)
-    shown = re.search(r"^ +0 +\d+  \|(.*?)\| +\d+  \|(.*?)\| +1 +$", second, re.MULTILINE)
+    shown = re.search(r"^ +0 +\d+  \|(.*?)\| +\d+  \|(.*?)\| +1$", second, re.MULTILINE)
     assert shown[1].replace("|", "") == shown[2].replace("|", "") == "look"
 
 
