@@ -86,7 +86,7 @@ def test_every_extra_is_imported() -> None:
 
 def test_every_optional_package_is_in_an_extra() -> None:
     found = imported()
-    assert {"transformers", "datasets", "accelerate", "pyarrow"} < found
+    assert {"transformers", "datasets", "pyarrow"} < found
     tried = {name.partition(".")[0] for names in IMPORTS.values() for name in names}
     assert found - DEPENDENCIES - OTHERS - tried == set()
 
