@@ -170,7 +170,7 @@ def suggest_fields(names: Iterable[str], known: Collection[str]) -> dict[str, st
 
 
 def mapping_beside(mark: str, names: Iterable[str], known: Collection[str]) -> dict[str, str | None]:
-    """Return ``suggest_fields`` a record whose field of completions holds ids of the response."""
+    """Return :func:`suggest_fields` for a record whose field of completions holds ids of the response."""
     mapping: dict[str, str | None] = {**suggest_fields([*names, "completion_ids"], known)}
     if "response_tokens" in mapping:
         return mapping | {"response_tokens": mark}

@@ -49,7 +49,7 @@ def read_cut(given: Mapping[str, Any], where: str = "", *, of_harness: bool = Fa
 
     That text may be the token that ends a turn, which only the tokenizer knows. A reason is text, an object with a
     ``type`` or ``reason``, or the id of the token that stopped the model. ``where`` names a message in its record with
-    a dot. A ``stop_reason`` of words beside the messages of a record may be the reason ``of_harness``: no engine's.
+    a dot. With ``of_harness``, a ``stop_reason`` of words may come from an agent harness and not from an engine.
     """
     check_names(given, where)
     finish, stop = given.get("finish_reason"), given.get("stop_reason")

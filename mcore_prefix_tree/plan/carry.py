@@ -332,8 +332,8 @@ def carried_trees(
 ) -> list[CarriedTree]:
     """Return the trees above the budget in chunks; ``leaves`` are all samples, whose indices are ``order``, ``[S]``.
 
-    Trees with samples that stay ``together``, a key of each sample in that order, count as one. With ``scores_first``
-    all chunks run forward once more.
+    ``together`` has a key for each sample, in that order; trees whose samples have equal keys count as one tree. With
+    ``scores_first`` all chunks run forward once more.
     """
     trees = []
     for own in _whole_trees(np.flatnonzero(leaves.context == 0), together, len(order)):

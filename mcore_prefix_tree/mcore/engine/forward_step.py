@@ -102,7 +102,7 @@ def for_model(batch: MicroBatch, model: Any) -> MicroBatch:
 
 
 def divided_by_tokens(batch: MicroBatch, scale: float) -> MicroBatch:
-    """Return a micro-batch of a step that is divided by its tokens, those of all samples.
+    """Return a micro-batch of a step whose gradient is divided by the tokens of all its samples.
 
     Losses that layers add are sums over tokens, so they become means, whatever the objective's divisor is. The
     objective's loss is multiplied by ``scale``, the ratio of the step's tokens to that divisor.
