@@ -66,8 +66,6 @@ _UNSUPPORTED: tuple[tuple[str, str], ...] = (
     ("logits_save_dir", "it would save the logits of unique tokens as those of samples"),
     ("use_transformer_engine_op_fuser use_grouped_gemm_for_dense_mlp", "not proven equal yet; remove it"),
 )
-# Names of these arguments.
-UNSUPPORTED = tuple(name for names, _ in _UNSUPPORTED for name in names.split())
 # Arguments that name the files of Megatron-LM's own tokenizers.
 TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 # Values of arguments that cannot be used, and the reason.
