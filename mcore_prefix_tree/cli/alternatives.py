@@ -135,7 +135,7 @@ def steps_rows(steps: StepsReport | None, order: SampleOrder | None) -> list[tup
 
 
 def _row(name: str, ratio: Spread, where: str) -> tuple[str, str, str]:
-    return name, numbers.ratio(ratio.mean), f"{numbers.ratio(ratio.lowest)} to {numbers.ratio(ratio.highest)}{where}"
+    return name, numbers.ratio(ratio.mean), f"{numbers.ratio(ratio.lowest)}-{numbers.ratio(ratio.highest)}{where}"
 
 
 def steps_json(steps: StepsReport | None, order: SampleOrder | None) -> dict[str, Any] | None:

@@ -169,6 +169,11 @@ class FlatLayout:
             sample_map[start : start + length] = path[:length]
         return sample_map
 
+    @cached_property
+    def last_tokens(self) -> Int64Array:
+        """Flat index of each sample's last token, int64 ``[S]``."""
+        return self.sample_map[self.cu_sample_lens[1:] - 1].astype(np.int64)
+
     @property
     def num_places(self) -> int:
         """P + M, the number of scores; P without sampling masks."""

@@ -101,7 +101,7 @@ def find_kept_sets(samples: Sequence[Sample], layout: FlatLayout) -> KeptSets:
     place[logical] = layout.padded_size + number
     return KeptSets(
         predictor=predictor[first],
-        token_ids=ids[_spans(start[first], size[first])],
+        token_ids=ids[spans(start[first], size[first])],
         offsets=np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(size[first])]),
         distribution=edge // layout.padded_size,
         token=edge % layout.padded_size,
@@ -129,7 +129,7 @@ def _grouped(
     left, right = order[:-1], order[1:]
     same = (predictor[left] == predictor[right]) & (size[left] == size[right]) & (digest[left] == digest[right])
     one, other = left[same], right[same]
-    differs = ids[_spans(start[one], size[one])] != ids[_spans(start[other], size[other])]
+    differs = ids[spans(start[one], size[one])] != ids[spans(start[other], size[other])]
     same[same] = np.bincount(np.repeat(np.arange(len(one)), size[one]), weights=differs, minlength=len(one)) == 0
     return order, np.concatenate([np.ones(min(len(order), 1), dtype=np.bool_), ~same])
 
@@ -144,8 +144,8 @@ def _mixed(ids: npt.NDArray[np.int32]) -> npt.NDArray[np.uint64]:
     return mixed
 
 
-def _spans(start: Int64Array, size: Int64Array) -> Int64Array:
+def spans(start: Int64Array, size: Int64Array) -> Int64Array:
     """Return the indices of spans ``[n]``, one after the other."""
     before = np.cumsum(size) - size
-    spans: Int64Array = np.arange(int(size.sum())) + np.repeat(start - before, size)
-    return spans
+    indices: Int64Array = np.arange(int(size.sum())) + np.repeat(start - before, size)
+    return indices

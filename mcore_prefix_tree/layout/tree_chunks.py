@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mcore_prefix_tree.layout.flat import FlatLayout, Int32Array, Int64Array, sum_masks
+from mcore_prefix_tree.layout.kept_sets import spans
 from mcore_prefix_tree.sample import INT32_MAX, Sample
 
 
@@ -98,20 +98,28 @@ class ChunkLayout(FlatLayout):
         here = np.arange(self.physical_tokens)
         return here, self.start + here
 
-    @cached_property
-    def sample_map(self) -> Int32Array:
-        """Index here of each logical token of the samples, int32 ``[L]``; -1 for tokens of other chunks."""
-        own: Int32Array = self.whole.sample_map - np.int32(self.start)
-        own[(own < 0) | (own >= self.physical_tokens)] = -1
-        return own
+    def find_scores(self, place: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Find the scores of this chunk among those of samples.
 
-    @cached_property
-    def places(self) -> Int32Array:
-        """Place of each logical token's score, int32 ``[L]``; -1 for tokens that other chunks score."""
-        place, (here, whole) = np.full(self.whole.num_places, -1, dtype=np.int32), self.scored_places
-        place[whole] = here
-        of_samples: Int32Array = place[self.whole.places]
-        return of_samples
+        Args:
+            place: int64 ``[K]``, ascending: the places of the samples' scores in ``whole``.
+
+        Returns:
+            The indices in ``place`` of those that are scored here, and their places here, int64 ``[n]`` each.
+        """
+        here, whole = self.scored_places
+        first, behind = np.searchsorted(place, whole), np.searchsorted(place, whole, side="right")
+        return spans(first, behind - first), np.repeat(here, behind - first)
+
+    @property
+    def sample_map(self) -> Int32Array:
+        raise AttributeError("a chunk has parts of samples; see the sample_map of its whole layout")
+
+    @property
+    def last_tokens(self) -> Int64Array:
+        """Index here of each sample's last token, int64 ``[S]``; -1 for a token of another chunk."""
+        own = self.whole.last_tokens - self.start
+        return np.where((own >= 0) & (own < self.physical_tokens), own, -1)
 
 
 def whole_layouts(layouts: Sequence[FlatLayout]) -> list[FlatLayout]:

@@ -8,15 +8,17 @@ Legend: P padded tokens, M kept edges, K scored tokens, S samples, Q pairs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Literal
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 
 from mcore_prefix_tree.layout import FlatLayout
+from mcore_prefix_tree.layout.tree_chunks import ChunkLayout
 from mcore_prefix_tree.objectives.scored import Float64Array, Int64Array, ScoredTokens
 from mcore_prefix_tree.utils.lazy_torch import torch
 from mcore_prefix_tree.utils.upload import upload
@@ -133,6 +135,9 @@ class Targets:
     unit: Int64Array | None = None
     pairs: Int64Array = field(default_factory=lambda: np.empty((0, 2), dtype=np.int64))
     metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    _by_place: MutableMapping[FlatLayout, list[Int64Array]] = field(
+        default_factory=WeakKeyDictionary, init=False, repr=False
+    )
 
     @property
     def divisor(self) -> int:
@@ -145,9 +150,8 @@ class Targets:
         Raises:
             ValueError: the two sides of a pair, or the samples of a unit, are not all in the micro-batch.
         """
-        entries, local, logical = self._logical(layout, indices)
+        entries, local, token = self._located(layout, indices)
         chosen = np.asarray(indices, dtype=np.int64)
-        token = layout.places[logical].astype(np.int64)
         predictor = _predictors(layout)[token].astype(np.int64)
         pairs, num_units = self._local_pairs(chosen), len(chosen)
         on_device = partial(upload, device=device)
@@ -162,7 +166,7 @@ class Targets:
             sample=sample,
             weight=on_device(self.weight[entries]),
             lens=on_device(self.scored.lens[chosen].astype(np.float64)),
-            last=on_device(layout.sample_map[layout.cu_sample_lens[1:] - 1].astype(np.int64)),
+            last=on_device(layout.last_tokens),
             columns={name: on_device(values[entries]) for name, values in self.columns.items()},
             sample_columns={name: on_device(values[chosen]) for name, values in self.sample_columns.items()},
             pairs=on_device(pairs),
@@ -178,11 +182,20 @@ class Targets:
 
     def located(self, layout: FlatLayout, indices: Sequence[int]) -> tuple[Int64Array, Int64Array, Int64Array]:
         """Return step index, sample here and predictor, int64 ``[K']`` each, of a micro-batch's scored tokens."""
-        entries, local, logical = self._logical(layout, indices)
-        return entries, local, _predictors(layout)[layout.places[logical]].astype(np.int64)
+        entries, local, token = self._located(layout, indices)
+        return entries, local, _predictors(layout)[token].astype(np.int64)
 
-    def _logical(self, layout: FlatLayout, indices: Sequence[int]) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Return :meth:`located`, but with each token's index among the layout's logical tokens for its predictor."""
+    def _located(self, layout: FlatLayout, indices: Sequence[int]) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Return :meth:`located`, but with the place of each token's score for its predictor."""
+        if isinstance(layout, ChunkLayout):
+            # The tokens of a tree are sorted by place once; then a chunk's cost is that of its own tokens.
+            if layout.whole not in self._by_place:
+                of_tree = self._located(layout.whole, indices)
+                self._by_place[layout.whole] = [values[np.argsort(of_tree[2], kind="stable")] for values in of_tree]
+            entries, local, place = self._by_place[layout.whole]
+            found, here = layout.find_scores(place)
+            order = np.lexsort((entries[found], local[found]))
+            return entries[found][order], local[found][order], here[order]
         assert layout.num_samples == len(indices)
         chosen = np.asarray(indices, dtype=np.int64)
         lens = self.scored.lens[chosen]
@@ -190,8 +203,7 @@ class Targets:
         within = np.arange(len(local)) - (np.cumsum(lens) - lens)[local]
         entries = self.scored.cu_lens[chosen][local] + within
         logical = layout.cu_sample_lens[local] + self.scored.position[entries]
-        here = layout.places[logical] >= 0  # all of them, but for a chunk of a layout
-        return entries[here], local[here], logical[here]
+        return entries, local, layout.places[logical].astype(np.int64)
 
     def _local_pairs(self, chosen: Int64Array) -> Int64Array:
         """Return int64 ``[Q, 2]``, pairs by their places among the samples ``chosen``, int64 ``[S]``."""

@@ -49,7 +49,7 @@ from mcore_prefix_tree.signals import Teacher
 
 DEVICE = "gpu"
 PACKAGE = str(Path(mcore_prefix_tree.__file__).parent)
-BACKENDS = ("reference", "triton", "cascade")  # in addition to path, which the readouts run with
+BACKENDS = ("reference", "triton")  # in addition to path, which the readouts run with
 READOUTS = {
     "logits": WeightedSum(fused=False),
     "logprobs": Logprobs(),

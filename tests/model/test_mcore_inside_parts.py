@@ -42,7 +42,9 @@ from packed_calls import (
 )
 
 from mcore_prefix_tree.mcore import PicturePackedSeqParams, RoutedPackedSeqParams, fold_inside
-from mcore_prefix_tree.mcore.packed.decoder_in_parts import recomputation
+from mcore_prefix_tree.mcore.packed import decoder_in_parts
+from mcore_prefix_tree.mcore.packed.decoder_in_parts import GradientsApart, recomputation
+from mcore_prefix_tree.mcore.packed.fold_check import FoldCheckError
 from mcore_prefix_tree.mcore.release import HAS_DELTA_NET, HAS_HYBRID_MODEL, HAS_SPARSE_ATTENTION
 from mcore_prefix_tree.mcore.seam.experts import TreeRouterMixin
 
@@ -252,11 +254,31 @@ def test_pictures_are_cut() -> None:
     assert all(worst(found[name], gradient) <= FP64 for name, gradient in wanted.items())
 
 
-def test_the_first_check_compares_micro_batches_at_once() -> None:
-    stock, tree = make("attention")
+@pytest.mark.parametrize("kind", ["attention", "experts"])
+def test_the_first_check_runs_the_parts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock, tree = make(kind)
     model = inside(tree, max_tokens=5, check_first=True)
-    check_losses(model, stock, packed(ROWS))
+    check_losses(model, stock, packed(ROWS), limit=limit_of(kind))
     assert model.folding._checked == {(True, True)}
+
+    def add_twice(apart: GradientsApart, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        for _ in range(2):
+            add(apart, parameter, gradient)
+
+    add, join = GradientsApart.add, decoder_in_parts._join
+    with monkeypatch.context() as patched:
+        patched.setattr(GradientsApart, "add", add_twice)
+        with pytest.raises(FoldCheckError, match="the gradient of decoder"):
+            inside(make(kind)[1], max_tokens=5, check_first=True)(**packed(ROWS))
+    monkeypatch.setattr(decoder_in_parts, "_join", lambda *parts: join(*parts) * 1.01)
+    with pytest.raises(FoldCheckError, match="row 0 differs"):
+        inside(make(kind)[1], max_tokens=5, check_first=True)(**packed(ROWS))
+
+
+def test_the_first_check_runs_the_parts_below_frozen_embeddings() -> None:
+    tree = make("attention")[1]
+    tree.embedding.requires_grad_(False)
+    inside(tree, max_tokens=5, check_first=True)(**packed(ROWS))
 
 
 def test_a_micro_batch_without_rows() -> None:

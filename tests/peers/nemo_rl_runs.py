@@ -128,6 +128,7 @@ def provider_of(layout: Any, policy: dict[str, Any]) -> Any:
     from megatron.bridge.models import GPTModelProvider
 
     replays = policy.get("router_replay", {}).get("enabled", False)
+    dtype = getattr(torch, policy.get("precision", "float64"))
     experts = {
         "num_layers": 4,
         "num_moe_experts": 4,
@@ -160,7 +161,7 @@ def provider_of(layout: Any, policy: dict[str, Any]) -> Any:
         transformer_layer_spec=layers,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
-        pipeline_dtype=torch.float64,
+        pipeline_dtype=dtype,
         expert_model_parallel_size=layout.ep,
         sequence_parallel=layout.sequence_parallel,
         use_cpu_initialization=True,
@@ -170,7 +171,7 @@ def provider_of(layout: Any, policy: dict[str, Any]) -> Any:
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
     )
-    return provider.apply_overrides_and_finalize(dtype=torch.float64)
+    return provider.apply_overrides_and_finalize(dtype=dtype)
 
 
 def depths_of(config: Any, vp_stage: int | None = None) -> Any:
@@ -236,7 +237,7 @@ def run(layout: Any, worker: type, policy: dict[str, Any], route_layers: slice |
         if not getattr(parameter, "tensor_model_parallel", False):
             generator.manual_seed(len(name))
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-        parameter.data = (parameter.ndim == 1) + noise / 5
+        parameter.data = ((parameter.ndim == 1) + noise / 5).to(parameter.dtype)
     depths = policy["megatron_cfg"].get("mtp_num_layers")
     data, loss = batch(route_layers, depths=depths), ClippedPGLossFn(ClippedPGLossConfig())
     scored = built.passes(data, LogprobsPostProcessor(policy, sampling_params()), forward_only=True)
@@ -263,6 +264,7 @@ def compare(
     route_layers: slice | None = None,
     keep_scores: bool = False,
     depths: int | None = None,
+    precision: str = "float64",
 ) -> dict[str, Any]:
     """Every rank: NeMo-RL's answers with its own model and with ours agree; the names and the report of ours.
 
@@ -271,7 +273,7 @@ def compare(
     softmax = torch.softmax
     kept = mock.patch.object(torch, "softmax", lambda values, dim, dtype=None: softmax(values, dim))
     policy = POLICY if route_layers is None else POLICY | {"router_replay": {"enabled": True}}
-    policy = policy | {"megatron_cfg": policy["megatron_cfg"] | {"mtp_num_layers": depths}}
+    policy = policy | {"megatron_cfg": policy["megatron_cfg"] | {"mtp_num_layers": depths}, "precision": precision}
     with nemo_rl(), kept if keep_scores else nullcontext():
         from megatron.bridge.models import gpt_provider
 

@@ -27,8 +27,10 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe import router as megatron_router
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.utils import unwrap_model
 from stand_ins import StandIn
 
 from mcore_prefix_tree import Sample
@@ -44,12 +46,14 @@ LOGGED: list[dict[str, float]] = []  # the entries of slime's log
 
 def config_of(args: Namespace) -> Any:
     """The stand-in of ``core_transformer_config_from_args``."""
+    dtype = torch.bfloat16 if args.bf16 else torch.float64
     return tiny_config(
         calculate_per_token_loss=False,
         variable_seq_lengths=True,
-        pipeline_dtype=torch.float64,
+        pipeline_dtype=dtype,
         num_layers=4,
         moe_token_dispatcher_type="alltoall",
+        **({"bf16": True, "params_dtype": dtype} if args.bf16 else {}),
         **args.config,
     )
 
@@ -188,6 +192,7 @@ def arguments(layout: Any, **changes: Any) -> Namespace:
     }
     settings: dict[str, Any] = {
         "config": config,
+        "bf16": False,
         "transformer_impl": "local",
         "spec": ("slime_runs", "packed_spec"),
         "custom_model_provider_path": None,
@@ -314,19 +319,26 @@ def models(args: Namespace, role: str) -> list[Any]:
     from slime.backends.megatron_utils.model_provider import get_model_provider_func
 
     first, last = mpu.is_pipeline_first_stage(), mpu.is_pipeline_last_stage()
-    model = get_model_provider_func(args, role)(pre_process=first, post_process=last).double()
-    if last:  # as Float16Module does
-        model.register_forward_hook(lambda module, args, output: output.float())
+    model = get_model_provider_func(args, role)(pre_process=first, post_process=last)
+    config = model.config
+    if args.bf16:
+        model = Float16Module(config, model)
+    else:
+        model.double()
+        if last:  # as Float16Module does
+            model.register_forward_hook(lambda module, args, output: output.float())
     generator = torch.Generator().manual_seed(mpu.get_tensor_model_parallel_rank())
     for parameter in model.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 5
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 5
+        parameter.data = noise.to(parameter.dtype)
         parameter.requires_grad_()
     for name, parameter in model.named_parameters():
         if not getattr(parameter, "tensor_model_parallel", False):
             whole = torch.Generator().manual_seed(len(name))
-            parameter.data = 1 + torch.randn(parameter.shape, generator=whole, dtype=torch.float64) / 5
-    ddp = DistributedDataParallelConfig(use_distributed_optimizer=False, grad_reduce_in_fp32=False)
-    return [DistributedDataParallel(model.config, ddp, model)]
+            noise = torch.randn(parameter.shape, generator=whole, dtype=torch.float64) / 5
+            parameter.data = (1 + noise).to(parameter.dtype)
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=False, grad_reduce_in_fp32=args.bf16)
+    return [DistributedDataParallel(config, ddp, model)]
 
 
 def run(args: Namespace, role: str) -> dict[str, Any]:
@@ -355,7 +367,7 @@ def run(args: Namespace, role: str) -> dict[str, Any]:
     if replays:
         RoutingReplay.clear_all_forward()
         os.environ["ROUTING_REPLAY_STAGE"] = "replay_backward"
-    folding = getattr(chunks[0].module, "folding", None)
+    folding = getattr(unwrap_model(chunks[0]), "folding", None)
     report: dict[str, Any] = {}
     if folding:
         report["report"] = folding.report().to_log()

@@ -36,6 +36,12 @@ def test_logprobs_losses_and_gradients(size: int, layout: Layout) -> None:
     assert (added["fold/micro_batches"], added["fold/rows"]) == (2 * replicas, 16 * replicas)
 
 
+def test_precision_of_its_recipes() -> None:
+    """``policy.precision: bfloat16``: both models round, to 8 bits, but not at the same places."""
+    (result,) = world(1).run(compare, Layout(), 3e-2, None, False, None, "bfloat16", layout=Layout())
+    assert result["report"]["fold/fold_ratio"][0] > 1.3
+
+
 @in_layouts("single", "tp2-sp", "pp2")
 def test_multi_token_prediction(size: int, layout: Layout) -> None:
     """Gradients of all layers, of depths that learn from the answers as NeMo-RL masks them."""

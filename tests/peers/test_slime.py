@@ -21,6 +21,7 @@ from slime_runs import OURS, compare, same_parameters, warnings_of
 
 # slime's head of a critic answers in float32, in which the gradients of a token's rows are then summed.
 LIMIT = {"actor": 1e-12, "critic": 1e-6}
+ROUNDED = 3e-2
 
 
 @in_layouts("single", "tp2-sp", "pp2", slow=["dp2"])
@@ -37,6 +38,13 @@ def test_answers_losses_and_gradients(size: int, layout: Layout, role: str) -> N
     assert logged["train/fold/rows"] >= 12
     assert logged["train/fold/fold_ratio"] > 1.3
     assert logged["train/fold/micro_batches"] == 4
+
+
+@pytest.mark.parametrize("role", LIMIT)
+def test_precision_of_its_scripts(role: str) -> None:
+    """``--bf16``: both models round, to 8 bits, but not at the same places."""
+    (result,) = world(1).run(compare, Layout(), role, ROUNDED, {}, {"bf16": True}, layout=Layout())
+    assert result["report"]["fold/fold_ratio"] > 1.3
 
 
 LOSSES: dict[str, dict[str, Any]] = {

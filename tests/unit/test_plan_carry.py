@@ -154,7 +154,7 @@ def test_every_edge_is_scored_in_one_chunk(samples: list[Sample], data: st.DataO
     predicted = count_supervised(samples, layout)
     assert int(predicted.sum()) == layout.num_supervised
     weight, scored = np.zeros(layout.physical_tokens), np.zeros(layout.physical_tokens, dtype=np.int64)
-    times = np.zeros(layout.logical_tokens, dtype=np.int64)
+    times, by_place = np.zeros(layout.logical_tokens, dtype=np.int64), np.argsort(layout.places)
     for start, end in itertools.pairwise(borders):
         chunk = cut(layout, start, end, padded_size=end - start + 2)
         flat = np.concatenate([np.arange(start, end), [-1, -1], chunk.later])
@@ -163,9 +163,12 @@ def test_every_edge_is_scored_in_one_chunk(samples: list[Sample], data: st.DataO
         scored[flat[edges]] += 1
         np.testing.assert_array_equal(chunk.edge_token_id[edges], layout.input_ids[flat[edges]])
         np.testing.assert_array_equal(chunk.edge_predictor[edges] + start, layout.predictor[flat[edges]])
-        times += chunk.places >= 0
-        here = chunk.places >= 0
-        np.testing.assert_array_equal(flat[chunk.places[here]], layout.sample_map[here])
+        found, here = chunk.find_scores(layout.places[by_place])
+        times[by_place[found]] += 1
+        np.testing.assert_array_equal(flat[here], layout.sample_map[by_place[found]])
+        last = chunk.last_tokens
+        np.testing.assert_array_equal(flat[last[last >= 0]], layout.last_tokens[last >= 0])
+        np.testing.assert_array_equal(last >= 0, (layout.last_tokens >= start) & (layout.last_tokens < end))
     np.testing.assert_array_equal(scored, layout.predictor >= 0)
     np.testing.assert_array_equal(weight, layout.loss_weight)
     np.testing.assert_array_equal(times, layout.predictor[layout.sample_map] >= 0)
@@ -179,12 +182,13 @@ def test_sets_are_cut_with_their_predictors(samples: list[Sample], data: st.Data
     cuts = data.draw(st.sets(st.integers(1, max(1, layout.physical_tokens - 1)), max_size=4))
     borders = [0, *sorted(cuts - {layout.physical_tokens}), layout.physical_tokens]
     times, places = np.zeros(layout.num_places, dtype=np.int64), np.full(layout.logical_tokens, -1)
+    by_place = np.argsort(layout.places)
     chunks = [cut(layout, start, end, padded_size=end - start + 2) for start, end in itertools.pairwise(borders)]
     for chunk in chunks:
         here, whole = chunk.scored_places
         times[whole] += chunk.has_edge[here]
-        mine = np.flatnonzero(chunk.places >= 0)
-        places[mine] = whole[np.searchsorted(here, chunk.places[mine])]
+        found, mine = chunk.find_scores(layout.places[by_place])
+        places[by_place[found]] = whole[np.searchsorted(here, mine)]
         assert len(chunk.edge_weight) == len(chunk.has_edge) == chunk.num_places
         assert chunk.kept is not None
         assert len(chunk.kept) == (whole >= layout.padded_size).sum()

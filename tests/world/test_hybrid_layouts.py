@@ -145,9 +145,12 @@ def test_folding_inside_the_model(size: int, layout: Layout, pattern: str, reads
     check(inside(size, layout, job), unfolded_oracle(layout, pattern="*-*-"), FP64)
 
 
-def test_a_stage_without_attention_folds_when_the_others_do() -> None:
-    job = InsideJob(pattern="*-*|-", unlike=True, check_first=True)
-    check(inside(2, PP2, job), unfolded_oracle(PP2, pattern="*-*-", unlike=True), FP64)
+@pytest.mark.parametrize(
+    ("layout", "pattern"), [(PP2, "*-*|-"), (Layout(pp=2, vpp=2), "-|-|*|*")], ids=["a stage", "a chunk of all stages"]
+)
+def test_layers_without_attention_fold_when_the_others_do(layout: Layout, pattern: str) -> None:
+    job = InsideJob(pattern=pattern, unlike=True, check_first=True)
+    check(inside(2, layout, job), unfolded_oracle(layout, pattern=pattern.replace("|", ""), unlike=True), FP64)
 
 
 @pytest.mark.skipif(not HAS_DELTA_NET, reason="Gated DeltaNet follows a tree since megatron-core 0.19")

@@ -134,6 +134,8 @@ def packs_exactly(model: Any, *, has_states: bool) -> bool:
     config = model.config
     if has_states or config.mtp_num_layers or model.position_embedding_type == "mrope":
         return False
+    if model.vp_stage is not None and (config.heterogeneous_block_specs or not isinstance(model, GPTModel)):
+        return False  # a chunk without attention cannot ask the others
     of_experts = (
         config.moe_router_load_balancing_type != "none" and np.any(config.moe_aux_loss_coeff),
         config.moe_z_loss_coeff,

@@ -10,7 +10,7 @@ Legend: P tokens of the folded micro-batch, with its padding; h hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -46,6 +46,19 @@ class DecoderPart:
     end: int
     size: int
     params: TreePackedSeqParams
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GradientsApart:
+    """Gradients of parts, by parameter, that a step does not read; all depend on the leaf ``needed``."""
+
+    needed: torch.Tensor
+    sums: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
+
+    def add(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        """Add the gradient of one part."""
+        if gradient is not None:
+            self.sums[parameter] = self.sums[parameter] + gradient if parameter in self.sums else gradient
 
 
 def cut_decoder(
@@ -130,10 +143,14 @@ def run_in_parts(model: Any) -> None:
 
 
 class PartedDecoderMixin:
-    """Decoder that runs a micro-batch with ``parts`` in them; without, the base class."""
+    """Decoder that runs a micro-batch with ``parts`` in them; without, the base class.
+
+    Its backward adds the parameters' gradients to ``apart``, or, if that is None, where the backward of a step does.
+    """
 
     pre_process: bool
     input_tensor: torch.Tensor | None
+    apart: GradientsApart | None = None
 
     def forward(self, hidden_states: torch.Tensor | None, *args: Any, **kwargs: Any) -> Any:
         """Return hidden states ``[P, 1, h]``, or this rank's part of them, of such a tensor."""
@@ -148,7 +165,8 @@ class PartedDecoderMixin:
         try:
             if torch.is_grad_enabled():
                 # A stage whose input has no gradient has parameters with one.
-                needed = torch.zeros((), device=hidden.device, requires_grad=True)
+                apart = self.apart
+                needed = torch.zeros((), device=hidden.device, requires_grad=True) if apart is None else apart.needed
                 out: torch.Tensor = _InParts.apply(hidden, needed, self, parts, run)  # type: ignore[no-untyped-call]
             else:
                 scoring = [replace(part, params=part.params.with_carry(Carry.for_scoring)) for part in parts]
@@ -217,17 +235,18 @@ class _InParts(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,), (hidden,) = grad_outputs, ctx.saved_tensors
         of_hidden, last = torch.zeros_like(hidden), ctx.last
-        ctx.last = None
+        ctx.last, apart = None, ctx.decoder.apart
+        add = _accumulate if apart is None else apart.add
         parameters = [parameter for parameter in ctx.decoder.parameters() if parameter.requires_grad]
         for number, part in reversed([*enumerate(ctx.parts)]):
             leaf, out = last or _run_with_graph(ctx.run, part, hidden)
             last = None
             given = _take(gradient, part)
-            if number:
+            if number or apart is not None:
                 # Hooks of DDP count a parameter's gradients: only those of the last part to run may reach them.
                 leaf.grad, *found = torch.autograd.grad(out, [leaf, *parameters], given, allow_unused=True)
                 for parameter, grad in zip(parameters, found, strict=True):
-                    _accumulate(parameter, grad)
+                    add(parameter, grad)
             else:
                 torch.autograd.backward(out, given)
             if leaf.grad is not None:

@@ -25,7 +25,13 @@ from mcore_prefix_tree.mcore.engine.random_draws import (
     without_fp8,
 )
 from mcore_prefix_tree.mcore.packed.answers import expand
-from mcore_prefix_tree.mcore.packed.decoder_in_parts import most_of_experts, recomputation, recomputed_modules
+from mcore_prefix_tree.mcore.packed.decoder_in_parts import (
+    GradientsApart,
+    PartedDecoderMixin,
+    most_of_experts,
+    recomputation,
+    recomputed_modules,
+)
 from mcore_prefix_tree.mcore.packed.packed_rows import FoldedRows, PackedRows
 from mcore_prefix_tree.mcore.seam.all_tokens import gather_tokens, padding_multiple, split_tokens
 from mcore_prefix_tree.mcore.seam.experts import balancing_by_sample, replaying
@@ -141,7 +147,11 @@ def _undisturbed(model: Any) -> Iterator[torch.Tensor | None]:
         restored.enter_context(kept_buffers([model]))
         restored.enter_context(balancing_by_sample([model]))
         # torch.autograd.grad does not go through it; and offloading waits for a schedule.
-        restored.enter_context(temporary_settings(recomputation(model)))
+        settings = recomputation(model)
+        if isinstance(model.decoder, PartedDecoderMixin):
+            apart = GradientsApart(needed=torch.zeros((), device=next(model.parameters()).device, requires_grad=True))
+            settings.append((model.decoder, "apart", apart))
+        restored.enter_context(temporary_settings(settings))
         restored.enter_context(without_fp8([model]))
         restored.callback(model.set_input_tensor, sent)
         model.set_input_tensor(leaf)
@@ -184,7 +194,11 @@ def _gradients(model: Any, sent: torch.Tensor | None, answers: torch.Tensor) -> 
     if not wanted:
         return {}
     loss = answers.to(torch.promote_types(answers.dtype, torch.float32)).square().sum() / 2
-    found = torch.autograd.grad(loss, list(wanted.values()), materialize_grads=True)
-    return {
-        name: grad.to(torch.promote_types(grad.dtype, torch.float32)) for name, grad in zip(wanted, found, strict=True)
-    }
+    # A decoder that ran in parts sums the gradients of its parameters itself.
+    apart: GradientsApart | None = getattr(model.decoder, "apart", None)
+    leaves = [*wanted.values(), *([] if apart is None else [apart.needed])]
+    found = dict(zip(wanted, torch.autograd.grad(loss, leaves, materialize_grads=True), strict=False))
+    if apart is not None:
+        found |= {name: found[name] + apart.sums[leaf] for name, leaf in wanted.items() if leaf in apart.sums}
+        apart.sums.clear()
+    return {name: grad.to(torch.promote_types(grad.dtype, torch.float32)) for name, grad in found.items()}

@@ -182,10 +182,10 @@ class Folding:
             check_follows(model)
             check_draws(model)
             rows = folded = rows.fold(pad_to_multiple_of=padding_multiple(model))
-            arguments = partial(self._folded, model, folded)
+            arguments = partial(self._in_parts if cuts else self._folded, model, folded)
         if self._settings.check_first:
             self._check(model, rows, call, arguments)
-        return (), self._cut(model, folded, arguments(call)) if cuts else arguments(call)
+        return (), arguments(call)
 
     def _check(self, model: Any, rows: PackedRows, call: dict[str, Any], arguments: Arguments) -> None:
         """Compare the first micro-batch of each mode that goes this way; ranks that share experts compare together."""
@@ -256,8 +256,9 @@ class Folding:
         most = self._settings.max_tokens
         return most is not None and (rows.unique_tokens > most or model.config.expert_model_parallel_size > 1)
 
-    def _cut(self, model: Any, rows: FoldedRows, arguments: dict[str, Any]) -> dict[str, Any]:
+    def _in_parts(self, model: Any, rows: FoldedRows, call: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of a folded micro-batch with the parts that the decoder runs."""
+        arguments = self._folded(model, rows, call)
         params, most = arguments["packed_seq_params"], self._settings.max_tokens
         assert most is not None, "otherwise nothing is cut"
         parts = cut_decoder(model, rows.layout, params, most, state_tokens=self._work.state_tokens)

@@ -267,7 +267,7 @@ def _expert_refusals(config: Any) -> list[tuple[bool, str]]:
 
 
 def check_config(config: Any) -> None:
-    """Reject a ``TransformerConfig`` that folding cannot do exactly. A job that compiles for it waits for no other.
+    """Reject a ``TransformerConfig`` that folding cannot do exactly. A later compilation of torch's waits for no other.
 
     Raises:
         NotImplementedError: one sentence for every setting at fault, with the way out.
@@ -275,8 +275,7 @@ def check_config(config: Any) -> None:
     found = [sentence for applies, sentence in _refusals(config) if applies]
     if found:
         raise NotImplementedError("prefix-tree training does not support " + "; nor ".join(found))
-    if config.recompute_granularity == "selective":
-        _avoid_locks()
+    _avoid_locks()
 
 
 def _avoid_locks() -> None:
