@@ -467,7 +467,7 @@ def test_verify_runs_only_on_request_before_the_first_step(
 def test_the_command_prints_a_table(job: Path) -> None:
     result = run_command("verify", job)
     assert result.exit_code == 0
-    assert result.stdout.count(" ok ") == 4
+    assert result.stdout.count("  ok\n") == 4
     assert "TOO LARGE" not in result.stdout
 
 

@@ -147,8 +147,9 @@ def run(
             torch.distributed.all_reduce(expected, group=group)
             torch.distributed.all_reduce(found, group=group)
         errors[name] = float((found - expected).norm() / expected.norm().clamp(min=1e-6))
+    wide = torch.promote_types(dtype, torch.float32)  # NumPy has no bfloat16
     whole = [
-        [gather_from_tensor_model_parallel_region(answer).detach().numpy() for answer in answers]
+        [gather_from_tensor_model_parallel_region(answer.detach()).to(wide).numpy() for answer in answers]
         for answers in (alone, together)
     ]
     return {"alone": whole[0], "together": whole[1], "errors": errors, "report": folds.folding.last.to_log()}

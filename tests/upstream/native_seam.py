@@ -166,11 +166,12 @@ def test_parallel_layouts(layout: Layout) -> None:
     folded_runs.check(folded_runs.folded(2, layout, job), folded_runs.oracle(Job()), folded_runs.FP64)
 
 
-# Of the fields that this release has; a patched Megatron-Core has no sparse attention at all.
+# Of the fields that this release has. A patched Megatron-Core has no sparse attention with trees, and does not compare
+# the experts of a token with those of a layer, which is no question of trees.
 REFUSED = [
     setting
     for setting in [{"mtp_num_layers": 1}, *REFUSED_SETTINGS, *REFUSED_EXPERT_SETTINGS]
-    if not next(iter(setting)).startswith("dsa_")
+    if not next(iter(setting)).startswith(("dsa_", "moe_router_topk"))
     and set(setting) <= {field.name for field in dataclasses.fields(MLATransformerConfig)}
 ]
 
