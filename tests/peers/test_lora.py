@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +53,10 @@ def write_adapter(folder: Path, family: str, targets: list[str]) -> tuple[Path, 
 def gradients(run: Resolved) -> dict[str, torch.Tensor]:
     """Gradients of the first step's summed loss, converted as adapters are."""
     chunks = run.starting_model(print)
-    step = fold_step(run.first_step(), run.job)
+    job = replace(run.job, divides_by_tokens=False)
+    step = fold_step(run.first_step(), job)
     assert step.logical_tokens > 1.5 * step.physical_tokens
-    run_schedule(chunks, step.micro_batches, run.job.forward_step)
+    run_schedule(chunks, step.micro_batches, job.forward_step)
     trained = [parameter for parameter in chunks[0].parameters() if parameter.requires_grad]
     for parameter in trained:
         assert parameter.grad is not None
