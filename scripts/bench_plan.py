@@ -208,7 +208,10 @@ def judge(case: Case) -> dict[str, Any]:
         "micro_batches": {name: len(report.ranks[0]) for name, report in reports.items()},
         "over_lower_bound": {name: report.slowest / bound for name, report in reports.items()},
         "imbalance": {name: report.imbalance for name, report in reports.items()},
-        "repeated_tokens": {name: report.repeated_tokens for name, report in reports.items()},
+        "repeated_tokens": {
+            name: sum(batch.tokens for rank in report.ranks for batch in rank) - report.unique_tokens
+            for name, report in reports.items()
+        },
         "plan_seconds": seconds,
     }
 

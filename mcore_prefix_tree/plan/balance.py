@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from mcore_prefix_tree.plan.cost import CostModel
 from mcore_prefix_tree.plan.cuts import Run, fewest_runs, least_repeating_runs, longest_runs, reach, reach_of_several
-from mcore_prefix_tree.plan.pack import Leaves, SubtreePlacer, deal
+from mcore_prefix_tree.plan.pack import EMPTY, Leaves, SubtreePlacer, deal
 from mcore_prefix_tree.trie import Trie, trie_from_order
 
 Int64Array = npt.NDArray[np.int64]
@@ -233,13 +233,14 @@ class _Search:
             limit = self.least + self.least * slack // 1000
             if limit >= self.makespan:
                 return
-            for by_size in (False, True):
+            for by_size, empty in ((False, EMPTY), (True, EMPTY), (False, 4 * EMPTY)):
                 bin_of = placer.place(
                     ranks=self.dp_size,
                     bins_per_rank=self.micro_batches,
                     max_units=limit,
                     max_tokens=self.max_tokens,
                     by_size=by_size,
+                    empty=empty,
                 )
                 if bin_of is not None:
                     self.consider_bins(bin_of)

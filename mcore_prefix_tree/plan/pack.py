@@ -25,8 +25,8 @@ from mcore_prefix_tree.trie import trie_from_order
 
 Int64Array = npt.NDArray[np.int64]
 
-# A cut may leave this part of a bin empty if the path that it repeats is shorter there.
-_SLACK = 8
+# A cut may leave one part of so many of a bin empty if the path that it repeats is shorter there.
+EMPTY = 8
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -161,6 +161,7 @@ class SubtreePlacer:
         max_tokens: int,
         by_size: bool,
         load: Int64Array | None = None,
+        empty: int = EMPTY,
     ) -> Int64Array | None:
         """Return a bin for every leaf, int64 ``[L]``, such that no limit is exceeded; None if this finds none.
 
@@ -172,6 +173,7 @@ class SubtreePlacer:
             max_units: largest cost of a rank, in units.
             max_tokens: budget of a bin.
             load: int64 ``[D]``, units that each rank has already; nothing by default.
+            empty: a cut may leave ``1 / empty`` of a bin unused if the path that it repeats is shorter there.
             by_size: whether the most expensive tree comes first. Otherwise trees that exceed every bin come first, then
                 those whose leaves have most in common: the last ones are cut to fill the bins, at the least price.
         """
@@ -202,7 +204,7 @@ class SubtreePlacer:
                 chosen = int(fits[np.lexsort((tokens[fits], room[fits], -saved[fits]))[0]])
             else:
                 chosen = int(np.argmax(np.minimum(room, room_tokens * UNITS_PER_TOKEN)))
-                stop = self._cut(start, end, int(room[chosen]), int(room_tokens[chosen]))
+                stop = self._cut(start, end, int(room[chosen]), int(room_tokens[chosen]), empty)
                 if stop == start:
                     return None
             bin_of[start:stop] = chosen
@@ -235,7 +237,7 @@ class SubtreePlacer:
             common[bin_of[root:start]] = narrowest  # of a bin's leaves the last stays, which has most in common
         return common
 
-    def _cut(self, start: int, end: int, max_units: int, max_tokens: int) -> int:
+    def _cut(self, start: int, end: int, max_units: int, max_tokens: int, empty: int) -> int:
         """Return the end of a run from ``start``: near the limits, at the shortest path that the rest repeats."""
 
         def furthest(limit: int, limit_tokens: int) -> int:
@@ -248,7 +250,7 @@ class SubtreePlacer:
         last = furthest(max_units, max_tokens)
         if last <= start:
             return start
-        first = max(start + 1, furthest(max_units - max_units // _SLACK, max_tokens - max_tokens // _SLACK))
+        first = max(start + 1, furthest(max_units - max_units // empty, max_tokens - max_tokens // empty))
         # Of equal ones the last.
         return last - int(np.argmin(self._context[first : last + 1][::-1]))
 
