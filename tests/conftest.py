@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
 import pytest
 import torch
-from harness.groups import LEFT_BEHIND, forget_losses, release_groups, threads
+from harness.groups import forget_losses, share_groups_of_one
 from hypothesis import settings
 
 from mcore_prefix_tree.cpu.emulation import eager_functions
@@ -20,6 +21,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Tensors here are small, and more threads than free cores make them slower by an order of magnitude.
 torch.set_num_threads(1)
+share_groups_of_one()
 
 # Machines that run tests are busy; a slow example is not a failure. Time limits are in the tests that are about time.
 settings.register_profile("quick", deadline=None, print_blob=True, max_examples=10)
@@ -33,7 +35,6 @@ _ON_GPU = [Path(__file__).with_name(name) for name in ("gpu", "kernels")]
 # worker busy and leave the others idle.
 _LONGEST = ["test_page_runs.py", "torchrun", "faults", "kernels", "upstream", "world", "model"]
 
-_kept = 0  # threads after the last release: a module's fixtures have some
 _imported = 0  # modules at the last freeze
 
 
@@ -58,34 +59,34 @@ def pytest_collection_finish() -> None:
     _freeze_imported()
 
 
-def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """Free the frames of an error that is a parameter of a test, and the models in them."""
-    for value in item.callspec.params.values() if hasattr(item, "callspec") else ():
-        if isinstance(value, BaseException):
-            value.__traceback__ = value.__context__ = None
-
-
 def pytest_runtest_logfinish() -> None:
-    """Free a test's leftovers, before the threads of hundreds of forgotten groups slow down the others."""
-    global _kept
-    # Groups of a module's fixture have to be found when it ends.
+    """Free a test's leftovers."""
+    # What a module's fixture holds has to be found when it ends.
     if len(sys.modules) > _imported + 100 and not torch.distributed.is_initialized():
         _freeze_imported()
     forget_losses()
-    if threads() > _kept + LEFT_BEHIND:
-        release_groups()
-        _kept = threads()
 
 
 @pytest.fixture(scope="module")
 def megatron_on_the_cpu() -> Iterator[None]:
     """Let a module build Megatron's models in this process; it requests this with ``usefixtures``."""
     # Not at the top: machines that run only tests/kernels need no Megatron.
+    from megatron.core.tensor_parallel import random
+
     from mcore_prefix_tree.cpu.emulation import cpu_emulation
     from mcore_prefix_tree.cpu.launcher import single_process
 
+    # Megatron compiles C++ for this at the first recomputation, for 50 CPU-seconds.
+    random._share_storage_ext = SimpleNamespace(share_storage=_copy_storage)
     with cpu_emulation(force=True), single_process():
         yield
+
+
+def _copy_storage(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy the data that Megatron's extension would share, below the tensors and autograd as it does."""
+    data = source.untyped_storage()
+    target.untyped_storage().resize_(data.nbytes())
+    target.untyped_storage().copy_(data)
 
 
 def _freeze_imported() -> None:
@@ -94,7 +95,7 @@ def _freeze_imported() -> None:
     What is left of a test goes first: no collection finds it later.
     """
     global _imported
-    release_groups()
+    gc.collect()
     gc.freeze()
     _imported = len(sys.modules)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import sys
+from typing import Any
 
 import psutil
+from torch.distributed import distributed_c10d as c10d
 
 # Idle threads that a process may keep. Each group of gloo has three, one of which wakes a hundred times a second: a
 # hundred forgotten groups take a tenth of a core from the tests that follow.
@@ -15,6 +17,32 @@ _ROTARY = (
     ("megatron.core.models.common.embeddings.rotary_pos_embedding", "RotaryEmbedding"),
     ("megatron.core.models.common.embeddings.yarn_rotary_pos_embedding", "YarnRotaryEmbedding"),
 )
+
+
+_Gloo: Any = c10d.ProcessGroupGloo
+_alone: dict[object, Any] = {}
+
+
+class _SharedAlone(type):
+    """Makes gloo's back-ends, of which groups of one rank need only one: they have nobody to talk to."""
+
+    def __call__(cls, store: object, rank: int, size: int, timeout: object) -> Any:
+        if size > 1:
+            return _Gloo(store, rank, size, timeout=timeout)
+        if timeout not in _alone:
+            _alone[timeout] = _Gloo(store, rank, size, timeout=timeout)
+        return _alone[timeout]
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, _Gloo)
+
+
+def share_groups_of_one() -> None:
+    """Make the threads of groups of one rank once in this process, for all of its jobs.
+
+    Megatron makes thirty groups per job, and what keeps them alive is in caches and reference cycles.
+    """
+    c10d.ProcessGroupGloo = _SharedAlone("ProcessGroupGloo", (), {})  # type: ignore[assignment,misc]
 
 
 def threads() -> int:

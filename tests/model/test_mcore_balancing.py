@@ -46,7 +46,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "capacity that holds all tokens": {"moe_expert_capacity_factor": 2.0},
 }
 # Each recomputation with a padded tree or one that is not.
-WAYS = pytest.mark.parametrize(("recompute", "padding"), [("nothing", 16), ("layers", 1), ("experts", 16)])
+EACH_WAY = [("nothing", 16), ("layers", 1), ("experts", 16)]
+WAYS = pytest.mark.parametrize(("recompute", "padding"), EACH_WAY)
 # Upstream computes the scores of its losses in fp32.
 ROUNDING = 1e-6
 
@@ -91,8 +92,11 @@ def assert_equal(folded, alone, limit=ROUNDING):
         assert error < limit, f"{name} is off by {error:.1e}"
 
 
-@WAYS
-@pytest.mark.parametrize("kind", KINDS)
+# All kinds at once meet each way, and each kind by itself one.
+@pytest.mark.parametrize(
+    ("kind", "recompute", "padding"),
+    [(kind, *way) for kind, way in zip(KINDS, EACH_WAY * 3, strict=False)] + [("all", *way) for way in EACH_WAY[:2]],
+)
 def test_balancing_is_that_of_each_sample_alone(kind, recompute, padding):
     stock, tree = twins(tiny_config(**EXPERTS, **KINDS[kind], **RECOMPUTE[recompute]))
     samples = branching_samples()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from harness import torchrun_jobs
 from harness.commands import run_command
 from harness.kept_sets import within_sets
 from harness.train_jobs import BATCH, logits_of, rows, stock_model, train, world_of_one, write_job
@@ -109,10 +109,9 @@ def test_scores_equal_unfolded_samples(job: Path, reference: Path, tmp_path: Pat
 
 def test_score_prints_only_the_result(job: Path, tmp_path: Path) -> None:
     """Neither are torch's warnings of how Megatron calls it."""
-    words = [sys.executable, "-m", "mcore_prefix_tree", "score", str(job), "--output", str(tmp_path / "scored.jsonl")]
-    done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=job.parent)
-    assert done.stderr == ""
-    assert len(done.stdout.splitlines()) == 1
+    done = torchrun_jobs.run(1, "score", job, "--output", tmp_path / "scored.jsonl")
+    assert (done.code, done.err) == (0, "")
+    assert len(done.out.splitlines()) == 1
 
 
 def test_the_file_is_data_to_train_on(job: Path, reference: Path, tmp_path: Path) -> None:

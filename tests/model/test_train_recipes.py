@@ -18,7 +18,7 @@ NARROW = (
     "model.num_attention_heads=4",
     "model.num_query_groups=2",
     "model.kv_channels=8",
-    "batch.global_batch_size=4",
+    "batch.global_batch_size=2",
     "optimizer.lr_warmup_steps=1",
     "train_iters=2",
 )

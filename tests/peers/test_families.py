@@ -31,6 +31,7 @@ from hf_jobs import (
     check_checkpoints,
     check_layout,
     errors_of,
+    run_ranks,
     run_with_engine,
 )
 
@@ -190,10 +191,9 @@ def test_flops_of_a_folder_count_its_indexers(tmp_path: Path) -> None:
 @pytest.mark.ci
 def test_the_table_is_measured_by_a_script(tmp_path: Path) -> None:
     output = tmp_path / "families.json"
-    script = [sys.executable, str(ROOT / "benchmarks" / "families.py"), "--output", str(output)]
-    chosen = ["--layers", "local", "--family", "Qwen3-MoE", "--no-layouts"]
-    done = subprocess.run([*script, *chosen], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    chosen = ("--layers", "local", "--family", "Qwen3-MoE", "--no-layouts")
+    done = run_ranks(1, "--output", output, *chosen, program=(str(ROOT / "benchmarks" / "families.py"),))
+    assert done.code == 0, done.err[-3000:]
     (result,) = json.loads(output.read_text())["results"]
     assert result["family"] == "Qwen3-MoE"
     check({name: result[name] for name in ("logprob", "gradient", "worst_gradient")})
