@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from math import e, inf, log2
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,7 +26,6 @@ import torch
 
 from mcore_prefix_tree.attention import triton_tree
 from mcore_prefix_tree.attention.backend_options import AttentionOptions, Case
-from mcore_prefix_tree.attention.imports import import_fault
 from mcore_prefix_tree.attention.parity import check_parity, check_size
 from mcore_prefix_tree.attention.tile_blocks import BlockPlan, Int32Array, block_plan
 from mcore_prefix_tree.metadata import TreeMetadata
@@ -34,6 +34,26 @@ from mcore_prefix_tree.utils.versions import install_command
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.attention.triton_tree.block_order import DevicePlan
+
+
+# By module, asked once. torch.compile can follow a look-up here, but not an import.
+_FAULTS: dict[str, str | None] = {}
+
+
+def import_fault(module: str) -> str | None:
+    """Return why a module, even of an installed package, cannot be imported, in one line; None if it can."""
+    if module not in _FAULTS:
+        _FAULTS[module] = _fault(module)
+    return _FAULTS[module]
+
+
+def _fault(module: str) -> str | None:
+    try:
+        import_module(module)
+    except Exception as error:  # from a shared library or other code that runs on import
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return None
+
 
 HOPPER, BLACKWELL = 9, 10
 _BLACKWELL_QUERIES = 256

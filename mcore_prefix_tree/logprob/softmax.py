@@ -353,3 +353,18 @@ def _kernel_errors(device: torch.device, dtype: torch.dtype, *, scaled: bool, wi
         if own is not None and true is not None:
             found[name] = worst_row(own[:, None], true[:, None])
     return found
+
+
+def log1mexp(values: torch.Tensor) -> torch.Tensor:
+    """Return ``log(1 - exp(x))``, ``[...]`` (Maechler, "Accurately Computing log(1 - exp(-|a|))", 2012).
+
+    At 0 and above (a certain token, or rounding), the result is that of the last number below 0.
+    """
+    below = values.clamp(max=-torch.finfo(values.dtype).tiny)
+    near = below > -0.6931471805599453
+    # Either branch is given numbers that keep the other one's gradient finite.
+    return torch.where(
+        near,
+        torch.log(-torch.expm1(torch.where(near, below, -1.0))),
+        torch.log1p(-torch.exp(torch.where(near, -1.0, below))),
+    )

@@ -222,7 +222,7 @@ def _unique_rows(predictor: Int64Array, token_ids: np.ndarray, logprobs: np.ndar
 
 def _with_rest(logprobs: torch.Tensor) -> torch.Tensor:
     """Append the remaining probability to ``[R, k]``, at least the dtype's epsilon; no gradient below it."""
-    from mcore_prefix_tree.logprob.log1mexp import log1mexp
+    from mcore_prefix_tree.logprob.softmax import log1mexp
 
     together = torch.logsumexp(logprobs, dim=1, keepdim=True).clamp(max=-torch.finfo(logprobs.dtype).eps)
     return torch.cat([logprobs, log1mexp(together)], dim=1)

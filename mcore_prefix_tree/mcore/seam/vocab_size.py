@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from mcore_prefix_tree.logprob.vocab_padding import mask_padding_
+from mcore_prefix_tree.logprob.edges import mask_padding_
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
