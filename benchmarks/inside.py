@@ -28,9 +28,8 @@ import numpy as np
 import torch
 
 from mcore_prefix_tree import Sample
-from mcore_prefix_tree.bench.machine import describe_machine, name_in_files
-from mcore_prefix_tree.cpu.emulation import cpu_emulation
-from mcore_prefix_tree.cpu.launcher import SEED, single_process
+from mcore_prefix_tree.bench import describe_machine, name_in_files
+from mcore_prefix_tree.cpu.emulation import SEED, cpu_emulation, single_process
 from mcore_prefix_tree.utils.memory import PeakMemory
 
 ROOT = Path(__file__).parent.parent

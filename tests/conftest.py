@@ -81,8 +81,7 @@ def pytest_runtest_logfinish() -> None:
 def megatron_on_the_cpu() -> Iterator[None]:
     """Let a module build Megatron's models in this process; it requests this with ``usefixtures``."""
     # Not at the top: machines that run only tests/kernels need no Megatron.
-    from mcore_prefix_tree.cpu.emulation import cpu_emulation
-    from mcore_prefix_tree.cpu.launcher import single_process
+    from mcore_prefix_tree.cpu.emulation import cpu_emulation, single_process
 
     with cpu_emulation(force=True), single_process():
         yield

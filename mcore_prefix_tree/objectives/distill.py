@@ -33,9 +33,8 @@ from pydantic.dataclasses import dataclass
 
 from mcore_prefix_tree.layout import FlatLayout
 from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample, weighted_mean
-from mcore_prefix_tree.objectives.normalise import By, normalise
 from mcore_prefix_tree.objectives.objective import STRICT, Output, SecondModels, SummedObjective, refuse_unused
-from mcore_prefix_tree.objectives.scored import Int64Array, ScoredTokens, refuse_sampling_masks
+from mcore_prefix_tree.objectives.scored import By, Int64Array, ScoredTokens, normalise, refuse_sampling_masks
 from mcore_prefix_tree.objectives.scored_rows import LossRows, Targets
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.signals import SampleError
@@ -81,7 +80,7 @@ class Distillation(SummedObjective):
         jsd_beta: b of ``jsd``; towards 0 the divergence is b times the forward, towards 1 it is 1 - b times the reverse
             KL.
         teacher: source of the teacher's distributions.
-        normalise: unit that the mean is over; see :func:`~mcore_prefix_tree.objectives.normalise.normalise`.
+        normalise: unit that the mean is over; see :func:`~mcore_prefix_tree.objectives.scored.normalise`.
     """
 
     divergence: Divergence = "forward_kl"

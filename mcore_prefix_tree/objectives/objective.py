@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from mcore_prefix_tree.layout import FlatLayout
 from mcore_prefix_tree.objectives.metrics import LossOutput
-from mcore_prefix_tree.objectives.normalise import By, counted_as_one
+from mcore_prefix_tree.objectives.scored import By, counted_as_one
 from mcore_prefix_tree.objectives.scored_rows import LossRows, Targets, Terms
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.signals import GroupedBy

@@ -69,7 +69,7 @@ class Rows(LossRows):
         predictor: int64 ``[K]``, place of the entropy, or the value, of its prediction: the flat index of the token
             that predicts it, or P + m.
         sample: int64 ``[K]``, sample of the micro-batch that it belongs to.
-        weight: float64 ``[K]``, weight of its loss; see :mod:`mcore_prefix_tree.objectives.normalise`.
+        weight: float64 ``[K]``, weight of its loss; see :mod:`mcore_prefix_tree.objectives.scored`.
         lens: float64 ``[S]``, scored tokens of each sample.
         last: int64 ``[S]``, flat index of each sample's last token.
         columns: ``[K]`` each, other values that the objective reads per token, by name.

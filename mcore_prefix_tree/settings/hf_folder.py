@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from mcore_prefix_tree.settings.hf_families import COMPARED, RENAMED, TEXT_MODELS
 from mcore_prefix_tree.settings.section import collect_faults
 from mcore_prefix_tree.utils.inputs import damage_as, local_path, read_text
-from mcore_prefix_tree.utils.launchers import is_first_rank
+from mcore_prefix_tree.utils.ranks import is_first_rank
 
 logger = logging.getLogger(__name__)
 

@@ -171,7 +171,7 @@ class Runs:
 def _hashes(checkpoint: Path) -> dict[str, str]:
     import torch
 
-    from mcore_prefix_tree.cpu.launcher import single_process
+    from mcore_prefix_tree.cpu.emulation import single_process
 
     with single_process():
         from megatron.core import dist_checkpointing

@@ -13,7 +13,7 @@ from megatron.core.models.gpt import GPTModel
 
 from mcore_prefix_tree.logprob.edges import mask_padding_
 from mcore_prefix_tree.mcore import fold_inside, with_scalar_head, with_vocab_size
-from mcore_prefix_tree.mcore.seam.vocab_size import unpadded_vocab_size
+from mcore_prefix_tree.mcore.seam.output_layer import unpadded_vocab_size
 
 TOKENS, COLUMNS = 18, 24
 

@@ -19,7 +19,7 @@ import torch
 
 from mcore_prefix_tree.layout.tree_chunks import ChunkLayout
 from mcore_prefix_tree.mcore.engine.folding import Folding
-from mcore_prefix_tree.mcore.engine.step_hook import Forward, StepHook
+from mcore_prefix_tree.mcore.engine.job import Forward, StepHook
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.objectives import LossOutput, LossRows, Objective, TokenObjective
 from mcore_prefix_tree.objectives.metrics import NO_SAMPLE

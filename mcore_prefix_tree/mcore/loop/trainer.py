@@ -22,11 +22,10 @@ from mcore_prefix_tree.mcore.checkpoints import checkpoint
 from mcore_prefix_tree.mcore.checkpoints.retention import remove_older
 from mcore_prefix_tree.mcore.checkpoints.saved_recipe import changed_settings
 from mcore_prefix_tree.mcore.engine.comparison import ROUNDS, Comparison, compare
-from mcore_prefix_tree.mcore.engine.evaluation import Evaluation, HeldOut
+from mcore_prefix_tree.mcore.engine.evaluation import Evaluation, HeldOut, Totals, check_finite
 from mcore_prefix_tree.mcore.engine.layer_graphs import layer_graphs
 from mcore_prefix_tree.mcore.engine.pipeline import run_schedule
 from mcore_prefix_tree.mcore.engine.step_planner import FoldedStep, StepPlanner, fold_step
-from mcore_prefix_tree.mcore.engine.totals import Totals, check_finite
 from mcore_prefix_tree.mcore.engine.verification import VerifyReport
 from mcore_prefix_tree.mcore.loop.logs import Logs, open_logs
 from mcore_prefix_tree.mcore.loop.resolve_recipe import Resolved

@@ -15,8 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_prefix_tree.mcore.checkpoints import checkpoint
 from mcore_prefix_tree.mcore.engine.backend import attention_cases_of_model, resolve_backend
-from mcore_prefix_tree.mcore.engine.job import Job
-from mcore_prefix_tree.mcore.engine.step_hook import StepHook
+from mcore_prefix_tree.mcore.engine.job import Job, StepHook
 from mcore_prefix_tree.mcore.models.bridge import described
 from mcore_prefix_tree.mcore.models.build_gpt import build_chunks, transformer_config
 from mcore_prefix_tree.mcore.models.lora import load_start

@@ -19,8 +19,8 @@ from megatron.core.utils import get_attr_wrapped_model
 from mcore_prefix_tree.attention import Case
 from mcore_prefix_tree.layout import fold
 from mcore_prefix_tree.mcore.engine.folding import plan_attention
+from mcore_prefix_tree.mcore.engine.job import Forward, StepHook
 from mcore_prefix_tree.mcore.engine.pipeline import forward_only
-from mcore_prefix_tree.mcore.engine.step_hook import Forward, StepHook
 from mcore_prefix_tree.mcore.outputs import Hidden, TeacherHidden
 from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch, from_first_to_last
