@@ -31,17 +31,11 @@ Rows = slice | torch.Tensor
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sequences:
-    """N runs of queries, each of which attends to a separate run of keys.
+    """N runs of queries, each of which attends to a separate run of keys."""
 
-    Attributes:
-        cu_q: borders of the runs of queries, from 0, ``N + 1`` integers; no run is empty.
-        cu_k: borders of the runs of keys, likewise.
-        causal: whether query i of a run sees keys 0 to i of its run, which has as many keys; otherwise it sees all
-            keys.
-    """
-
-    cu_q: list[int]
-    cu_k: list[int]
+    cu_q: list[int]  # borders of the runs of queries, from 0, N + 1 integers; no run is empty
+    cu_k: list[int]  # borders of the runs of keys, likewise
+    # Whether query i of a run sees keys 0 to i of its run, which has as many keys; otherwise it sees all keys.
     causal: bool
 
     @classmethod

@@ -94,19 +94,13 @@ def choose_tiles(capability: tuple[int, int], head_dim: int, value_dim: int) -> 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Mask:
-    """Tensors of the tree that the kernels read.
+    """Tensors of the tree that the kernels read."""
 
-    Attributes:
-        forward: blocks of keys for each block of queries, as the package's ``BlockSparseTensorsTorch``.
-        backward: blocks of queries for each block of keys; None if the backward is that of ``triton_tree``.
-        tensors: int32 tensors that the mask reads: the end of each token's subtree, and with a window its position.
-        ordered: whether the backward adds dQ up in the order that its lists give.
-    """
-
-    forward: Any
-    backward: Any
+    forward: Any  # blocks of keys for each block of queries, as the package's BlockSparseTensorsTorch
+    backward: Any  # blocks of queries for each block of keys; None if the backward is that of triton_tree
+    # int32 tensors that the mask reads: the end of each token's subtree, and with a window its position.
     tensors: tuple[torch.Tensor, ...]
-    ordered: bool
+    ordered: bool  # whether the backward adds dQ up in the order that its lists give
 
 
 def build_mask(metadata: TreeMetadata, tiles: TilePair, window: int | None, *, ordered: bool = False) -> Mask:

@@ -99,26 +99,18 @@ class WeightGradSink(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Head:
-    """The factors of a row's logits, in addition to hidden states and weight.
-
-    Attributes:
-        multiplier: factor on the product of hidden states and weight, as in muP (https://arxiv.org/abs/2203.03466).
-        temperature: ``[P]``, temperature of each predictor; None means 1.
-        vocab_start: id of this rank's first column.
-        group: tensor-parallel group over which the vocabulary is split, None if it is not.
-        head_chunk_rows: C; :func:`default_chunk_rows` if None.
-        weight_grad: receiver of the weight's gradient; None leaves it to autograd.
-        vocab_size: id from which columns are padding, which has no probability; None means no padding.
-    """
+    """The factors of a row's logits, in addition to hidden states and weight."""
 
     edges: Edges
+    # Factor on the product of hidden states and weight, as in muP (https://arxiv.org/abs/2203.03466).
     multiplier: float = 1.0
-    temperature: torch.Tensor | None = None
-    vocab_start: int = 0
+    temperature: torch.Tensor | None = None  # [P], temperature of each predictor; None means 1
+    vocab_start: int = 0  # id of this rank's first column
+    # Tensor-parallel group over which the vocabulary is split, None if it is not.
     group: dist.ProcessGroup | None = None
-    head_chunk_rows: int | None = None
-    weight_grad: WeightGradSink | None = None
-    vocab_size: int | None = None
+    head_chunk_rows: int | None = None  # C; default_chunk_rows if None
+    weight_grad: WeightGradSink | None = None  # receiver of the weight's gradient; None leaves it to autograd
+    vocab_size: int | None = None  # id from which columns are padding, which has no probability; None means no padding
 
 
 class Chunks:

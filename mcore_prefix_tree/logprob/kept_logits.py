@@ -34,47 +34,29 @@ _ROWS, _IDS = 256, 2**13
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KeptChunk:
-    """Rows that are multiplied together, and their kept ids.
+    """Rows that are multiplied together, and their kept ids."""
 
-    Attributes:
-        rows, ids: which of the D rows, and of the K kept ids.
-        host_columns: int64 ``[U]``, each id once, ascending, on the host.
-        columns: the same on the device.
-    """
-
+    # rows, ids: which of the D rows, and of the K kept ids.
     rows: slice
     ids: slice
-    host_columns: npt.NDArray[np.int64]
-    columns: torch.Tensor
+    host_columns: npt.NDArray[np.int64]  # int64 [U], each id once, ascending, on the host
+    columns: torch.Tensor  # the same on the device
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KeptRows:
-    """The edges of a layout whose tokens were drawn from kept sets, as tensors.
+    """The edges of a layout whose tokens were drawn from kept sets, as tensors."""
 
-    Attributes:
-        predictor: int64 ``[D]``, flat index of the token that predicts.
-        token_id: int64 ``[K]``, the kept ids of one row after the other.
-        column: int64 ``[K]``, index of each among its chunk's columns.
-        row_of_id: int64 ``[K]``.
-        offsets: int64 ``[D + 1]``, row d keeps the ids ``offsets[d]:offsets[d + 1]``.
-        row_of_edge: int64 ``[M]``.
-        target: int64 ``[M]``, index among the K of the id that was drawn.
-        place: int64 ``[M]``, place of each edge's score.
-        chunks: the cut of the rows.
-        largest_id: the largest kept id.
-    """
-
-    predictor: torch.Tensor
-    token_id: torch.Tensor
-    column: torch.Tensor
-    row_of_id: torch.Tensor
-    offsets: torch.Tensor
-    row_of_edge: torch.Tensor
-    target: torch.Tensor
-    place: torch.Tensor
-    chunks: tuple[KeptChunk, ...]
-    largest_id: int
+    predictor: torch.Tensor  # int64 [D], flat index of the token that predicts
+    token_id: torch.Tensor  # int64 [K], the kept ids of one row after the other
+    column: torch.Tensor  # int64 [K], index of each among its chunk's columns
+    row_of_id: torch.Tensor  # int64 [K]
+    offsets: torch.Tensor  # int64 [D + 1], row d keeps the ids offsets[d]:offsets[d + 1]
+    row_of_edge: torch.Tensor  # int64 [M]
+    target: torch.Tensor  # int64 [M], index among the K of the id that was drawn
+    place: torch.Tensor  # int64 [M], place of each edge's score
+    chunks: tuple[KeptChunk, ...]  # the cut of the rows
+    largest_id: int  # the largest kept id
 
     @classmethod
     def from_layout(

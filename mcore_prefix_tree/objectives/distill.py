@@ -48,23 +48,14 @@ if TYPE_CHECKING:
 
 @plain_dataclass(frozen=True, kw_only=True, eq=False)
 class TeacherRows(LossRows):
-    """The unique predictors of a micro-batch's scored tokens, on the device.
+    """The unique predictors of a micro-batch's scored tokens, on the device."""
 
-    Attributes:
-        predictor: int64 ``[R]``, flat indices, ascending.
-        weight: float64 ``[R]``, the weights of all scored tokens that each predicts, added up.
-        multiplicity: float64 ``[R]``, number of those tokens.
-        first_sample: int64 ``[R]``, the first sample of the micro-batch that scores one, for messages.
-        logprobs: float32 ``[R, k]``, the teacher's log-probabilities; k is 0 if its logits are read instead.
-        edges: edges from the predictors to the teacher's tokens, row by row.
-    """
-
-    predictor: torch.Tensor
-    weight: torch.Tensor
-    multiplicity: torch.Tensor
-    first_sample: torch.Tensor
-    logprobs: torch.Tensor
-    edges: Edges
+    predictor: torch.Tensor  # int64 [R], flat indices, ascending
+    weight: torch.Tensor  # float64 [R], the weights of all scored tokens that each predicts, added up
+    multiplicity: torch.Tensor  # float64 [R], number of those tokens
+    first_sample: torch.Tensor  # int64 [R], the first sample of the micro-batch that scores one, for messages
+    logprobs: torch.Tensor  # float32 [R, k], the teacher's log-probabilities; k is 0 if its logits are read instead
+    edges: Edges  # edges from the predictors to the teacher's tokens, row by row
 
     def scored(self, edges: Edges) -> Edges:
         """Return the edges to the teacher's tokens in place of the layout's own."""

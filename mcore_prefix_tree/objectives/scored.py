@@ -69,21 +69,13 @@ def numbered(keys: Sequence[Hashable]) -> Int64Array:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScoredTokens:
-    """Every token with a predictor and a loss mask that is not zero.
+    """Every token with a predictor and a loss mask that is not zero."""
 
-    Attributes:
-        samples: samples of the entire step, all micro-batches and ranks.
-        position: int64 ``[K]``, index of each token in its own sample.
-        sample: int64 ``[K]``, sample that each token belongs to.
-        cu_lens: int64 ``[S + 1]``, sample s has the entries ``cu_lens[s]:cu_lens[s + 1]``.
-        mask: float64 ``[K]``, loss mask of each token.
-    """
-
-    samples: Sequence[Sample]
-    position: Int64Array
-    sample: Int64Array
-    cu_lens: Int64Array
-    mask: Float64Array
+    samples: Sequence[Sample]  # samples of the entire step, all micro-batches and ranks
+    position: Int64Array  # int64 [K], index of each token in its own sample
+    sample: Int64Array  # int64 [K], sample that each token belongs to
+    cu_lens: Int64Array  # int64 [S + 1], sample s has the entries cu_lens[s]:cu_lens[s + 1]
+    mask: Float64Array  # float64 [K], loss mask of each token
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> ScoredTokens:

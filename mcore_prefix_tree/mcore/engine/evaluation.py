@@ -25,23 +25,15 @@ from mcore_prefix_tree.sample import Sample
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Loss and metrics of the held-out samples under the current weights.
+    """Loss and metrics of the held-out samples under the current weights."""
 
-    Attributes:
-        iteration: number of training steps behind the weights; 0 before the first.
-        loss: loss of the job's objective, as in one step over all these samples.
-        physical_tokens: tokens computed, over all ranks, without padding.
-        seconds: time for folding and forward.
-        metrics: means that the objective reports, over all samples.
-    """
-
-    iteration: int
-    loss: float
+    iteration: int  # number of training steps behind the weights; 0 before the first
+    loss: float  # loss of the job's objective, as in one step over all these samples
     samples: int
     logical_tokens: int
-    physical_tokens: int
-    seconds: float
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    physical_tokens: int  # tokens computed, over all ranks, without padding
+    seconds: float  # time for folding and forward
+    metrics: Mapping[str, float] = field(default_factory=dict)  # means that the objective reports, over all samples
 
 
 class HeldOut:

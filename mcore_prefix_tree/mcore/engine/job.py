@@ -47,28 +47,22 @@ class Job:
     """Everything a step needs, resolved and checked before the first one.
 
     A recipe makes a job, and so do Megatron-LM's arguments. Functions that take a job read neither.
-
-    Attributes:
-        dp_rank: index of this rank's part of a plan.
-        config: megatron-core's ``TransformerConfig`` of the model.
-        work: FLOPs of the model.
-        is_local: whether the stock model's layers are megatron-core's own, not TransformerEngine's.
-        fused_head: whether the output layer scores a chunk of logits at a time; False keeps the logits of all tokens.
-        divides_by_tokens: see :func:`divided_by_tokens`; by default, whether the model's layers may add losses.
-        readout: readout of the last pipeline stage; follows from the objective and ``fused_head``.
-        forward_step: forward step that Megatron's schedules call; follows from the readout.
     """
 
     objective: Objective
     folding: Folding
-    dp_rank: int
-    config: Any
-    work: ModelWork
-    is_local: bool = True
+    dp_rank: int  # index of this rank's part of a plan
+    config: Any  # megatron-core's TransformerConfig of the model
+    work: ModelWork  # FLOPs of the model
+    is_local: bool = True  # whether the stock model's layers are megatron-core's own, not TransformerEngine's
+    # Whether the output layer scores a chunk of logits at a time; False keeps the logits of all tokens.
     fused_head: bool = True
     hook: StepHook = field(default_factory=StepHook)
+    # See divided_by_tokens; by default, whether the model's layers may add losses.
     divides_by_tokens: bool | None = None
+    # Readout of the last pipeline stage; follows from the objective and fused_head.
     readout: Readout[LossOutput] = field(init=False)
+    # Forward step that Megatron's schedules call; follows from the readout.
     forward_step: ForwardStep = field(init=False)
 
     def __post_init__(self) -> None:

@@ -37,25 +37,16 @@ _ENTROPY = "entropy"
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreReport:
-    """Summary of the written file.
+    """Summary of the written file."""
 
-    Attributes:
-        iteration: iteration of the checkpoint, or ``release``; the policy's, the critic's, the reward model's or the
-            teacher's.
-        reference_iteration: iteration of the reference's checkpoint.
-        skipped: description of the samples that were skipped; empty without any.
-        samples: number of lines in the file.
-        tokens: scored tokens of all samples.
-        physical_tokens: tokens computed by each model, without padding.
-    """
-
+    # Iteration of the checkpoint, or release; the policy's, the critic's, the reward model's or the teacher's.
     iteration: int | str
-    reference_iteration: int | str | None
-    skipped: str
-    samples: int = 0
-    tokens: int = 0
+    reference_iteration: int | str | None  # iteration of the reference's checkpoint
+    skipped: str  # description of the samples that were skipped; empty without any
+    samples: int = 0  # number of lines in the file
+    tokens: int = 0  # scored tokens of all samples
     logical_tokens: int = 0
-    physical_tokens: int = 0
+    physical_tokens: int = 0  # tokens computed by each model, without padding
 
     def with_step(self, step: ScoringStep, scores: Sequence[SampleScores]) -> ScoreReport:
         return replace(

@@ -22,27 +22,18 @@ from mcore_prefix_tree.utils.errors import naming_memory
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FoldedStep:
-    """A step of all ranks' samples, and this rank's part of it.
-
-    Attributes:
-        sample_index: indices of the samples of each of this rank's micro-batches.
-        micro_batches: this rank's micro-batches, on the host, with the plans of the layers' attention.
-        physical_tokens: unique tokens of the micro-batches of all ranks, without padding.
-        carried_tokens: tokens of all ranks that a first pass computes in addition, forward only.
-        carried_bytes: most memory that their keys, values, states and gradients take on a rank.
-        metrics: metrics that are known before the step runs, as (sum, weight), the same on every rank: the objective's,
-            and what the fold ratio would be without routes.
-        seconds: time that this rank took to plan and to fold.
-    """
+    """A step of all ranks' samples, and this rank's part of it."""
 
     samples: Sequence[Sample]
-    sample_index: tuple[tuple[int, ...], ...]
-    micro_batches: list[MicroBatch]
-    physical_tokens: int
-    carried_tokens: int = 0
-    carried_bytes: int = 0
+    sample_index: tuple[tuple[int, ...], ...]  # indices of the samples of each of this rank's micro-batches
+    micro_batches: list[MicroBatch]  # this rank's micro-batches, on the host, with the plans of the layers' attention
+    physical_tokens: int  # unique tokens of the micro-batches of all ranks, without padding
+    carried_tokens: int = 0  # tokens of all ranks that a first pass computes in addition, forward only
+    carried_bytes: int = 0  # most memory that their keys, values, states and gradients take on a rank
+    # Metrics that are known before the step runs, as (sum, weight), the same on every rank: the objective's, and what
+    # the fold ratio would be without routes.
     metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    seconds: float = 0.0
+    seconds: float = 0.0  # time that this rank took to plan and to fold
 
     @property
     def logical_tokens(self) -> int:

@@ -43,15 +43,11 @@ class ScoringRows(LossRows):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LinearRows(LossRows):
-    """A chunk's part of its tree's loss, linear in its scores.
+    """A chunk's part of its tree's loss, linear in its scores."""
 
-    Attributes:
-        slopes: derivatives of the tree's loss at the chunk's scores, and at its entropies, ``[P + X + M]`` each.
-        output: the output that the chunk reports: the tree's, or zeros.
-    """
-
+    # Derivatives of the tree's loss at the chunk's scores, and at its entropies, [P + X + M] each.
     slopes: Mapping[str, torch.Tensor]
-    output: LossOutput
+    output: LossOutput  # the output that the chunk reports: the tree's, or zeros
 
     def terms_of(self, objective: TokenObjective) -> Terms:
         return "row"

@@ -32,22 +32,16 @@ _UNPADDED = "unpadded_vocab_size"  # attribute of an output layer with columns o
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HeadRequest:
-    """Request to the output layer in place of logits.
+    """Request to the output layer in place of logits."""
 
-    Attributes:
-        edges: edges whose predictors' hidden states are read.
-        temperature: ``[P]``, divisor of the logits; None is 1.
-        head_chunk_rows: most predictors whose logits the head holds at a time; None leaves it to the head.
-        answer: function of these hidden states ``[R, h]``, or with D distributions over kept sets ``[R + D, h]``, the
-            weight ``[Vl, h]`` and the head that returns ``[N, C]``.
-        carry: the hidden states of other chunks of a tree, in place of other states: m that are read come behind those
-            of the edges, and some are left. None for neither.
-    """
-
-    edges: Edges
-    temperature: torch.Tensor | None
-    head_chunk_rows: int | None
+    edges: Edges  # edges whose predictors' hidden states are read
+    temperature: torch.Tensor | None  # [P], divisor of the logits; None is 1
+    head_chunk_rows: int | None  # most predictors whose logits the head holds at a time; None leaves it to the head
+    # Function of these hidden states [R, h], or with D distributions over kept sets [R + D, h], the weight [Vl, h] and
+    # the head that returns [N, C].
     answer: Callable[[torch.Tensor, torch.Tensor, Head], torch.Tensor]
+    # The hidden states of other chunks of a tree, in place of other states: m that are read come behind those of the
+    # edges, and some are left. None for neither.
     carry: Carry | None = None
 
     def __bool__(self) -> bool:
