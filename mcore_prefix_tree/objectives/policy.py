@@ -42,12 +42,7 @@ from mcore_prefix_tree.objectives.advantages import (
     token_rewards,
     whiten,
 )
-from mcore_prefix_tree.objectives.kl import (
-    LOG_RATIO_LIMIT,
-    KLEstimator,
-    KLPenalty,
-    kl_estimate,
-)
+from mcore_prefix_tree.objectives.kl import LOG_RATIO_LIMIT, KLEstimator, KLPenalty, kl_estimate
 from mcore_prefix_tree.objectives.metrics import LossOutput, Means, first_bad_sample, weighted_mean
 from mcore_prefix_tree.objectives.objective import STRICT, TokenObjective, refuse_unused
 from mcore_prefix_tree.objectives.scored import By, Float64Array, ScoredTokens, counted_as_one, normalise, rollout_keys

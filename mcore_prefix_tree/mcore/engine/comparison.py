@@ -20,10 +20,7 @@ from mcore_prefix_tree.mcore.engine.pipeline import run_schedule
 from mcore_prefix_tree.mcore.engine.stand_ins import make_stand_in, plain, stock_forward_step
 from mcore_prefix_tree.mcore.engine.step_parts import make_clocks, marked
 from mcore_prefix_tree.mcore.engine.step_planner import fold_step
-from mcore_prefix_tree.mcore.engine.unfolded import (
-    plan_unfolded,
-    why_stock_does_not_fit,
-)
+from mcore_prefix_tree.mcore.engine.unfolded import plan_unfolded, why_stock_does_not_fit
 from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.plan import Bound, Counts, ExpectedSpeedup, Parts, work_ratios
 from mcore_prefix_tree.plan.model_shape import most_unused

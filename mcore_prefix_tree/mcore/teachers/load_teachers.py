@@ -26,11 +26,7 @@ from mcore_prefix_tree.objectives import BoundCrossTokenizer, Distillation
 from mcore_prefix_tree.objectives.objective import Output
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.settings import ModelConfig, ObjectiveConfig, ParallelConfig, Recipe, RecipeError
-from mcore_prefix_tree.settings.teachers import (
-    check_stage,
-    parallel_of_teachers,
-    teacher_recipes,
-)
+from mcore_prefix_tree.settings.teachers import check_stage, parallel_of_teachers, teacher_recipes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
