@@ -22,8 +22,6 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from mcore_prefix_tree.cpu.dot_product import LatentDotProductAttention
-
 _KINDS: dict[str, Any] = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}
 
 
@@ -40,6 +38,15 @@ class Norm:
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel
         return norm
+
+
+class LatentDotProductAttention(DotProductAttention):  # type: ignore[misc]
+    """``DotProductAttention`` with the sizes of a head that ``MultiLatentAttention`` gives, and its output's size."""
+
+    def __init__(self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if v_channels is not None:
+            self.hidden_size_per_partition = self.num_attention_heads_per_partition * v_channels
 
 
 S = TypeVar("S")

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from bridge_models import auto_bridge
+from harness.packed_attention import PackedAttention
 from harness.routes import with_routes
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
@@ -32,7 +33,6 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from stand_ins import Finder, StandIn
 
 from mcore_prefix_tree import Sample
-from mcore_prefix_tree.cpu.dot_product import PackedAttention
 from mcore_prefix_tree.cpu.specs import cpu_spec, exchanged
 
 VOCAB = 64

@@ -71,7 +71,8 @@ class Tower(torch.nn.Module):
 @contextlib.contextmanager
 def on_the_cpu(provider: Any) -> Iterator[None]:
     """Build local layers, and no tower."""
-    from mcore_prefix_tree.cpu.dot_product import PackedAttention
+    from harness.packed_attention import PackedAttention
+
     from mcore_prefix_tree.cpu.specs import exchanged
 
     with contextlib.ExitStack() as stack:

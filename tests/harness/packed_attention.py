@@ -1,8 +1,4 @@
-"""Attention that Megatron-Core lacks on a CPU: heads of two sizes, and packed rows.
-
-``MultiLatentAttention`` passes the sizes of queries and of values, but ``DotProductAttention`` has no arguments for
-them and assumes its output's size. Only TransformerEngine's attention takes packed rows.
-"""
+"""Attention for packed rows on a CPU: upstream has none but TransformerEngine's."""
 
 from __future__ import annotations
 
@@ -11,16 +7,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer.dot_product_attention import DotProductAttention
-
-
-class LatentDotProductAttention(DotProductAttention):  # type: ignore[misc]
-    """``DotProductAttention`` with arguments for the sizes of a head and for the scale."""
-
-    def __init__(self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if v_channels is not None:
-            self.hidden_size_per_partition = self.num_attention_heads_per_partition * v_channels
 
 
 class PackedAttention(torch.nn.Module):
