@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from mcore_prefix_tree.layout import FlatLayout
-from mcore_prefix_tree.logprob.softmax import sum_per_row
 from mcore_prefix_tree.utils.upload import upload
 
 if TYPE_CHECKING:
@@ -122,38 +121,12 @@ class KeptScores:
 
 def kept_scores(logits: torch.Tensor, kept: KeptRows) -> KeptScores:
     """Return the scores that follow from logits ``[K]`` of the kept ids."""
-    logprob, entropy = _KeptSoftmax.apply(logits, kept)  # type: ignore[no-untyped-call]
+    shifted = logits - _of_rows(logits.detach(), "max", kept)[kept.row_of_id]
+    exp = shifted.exp()
+    total, moment = _of_rows(exp, "sum", kept), _of_rows(exp * shifted, "sum", kept)
+    entropy = total.log() - moment / total
+    logprob = shifted[kept.target] - total.log()[kept.row_of_edge]
     return KeptScores(logprob=logprob, entropy=entropy[kept.row_of_edge])
-
-
-class _KeptSoftmax(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, kept: KeptRows) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log-probabilities ``[M]`` and entropies ``[D]`` for logits ``[K]``."""
-        shifted = logits - _of_rows(logits, "max", kept)[kept.row_of_id]
-        exp = shifted.exp()
-        total, moment = _of_rows(exp, "sum", kept), _of_rows(exp * shifted, "sum", kept)
-        ctx.save_for_backward(shifted, total, moment)
-        ctx.set_materialize_grads(False)
-        ctx.kept = kept
-        return shifted[kept.target] - total.log()[kept.row_of_edge], total.log() - moment / total
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
-        """Return the gradient ``[K]``, for those of the outputs, ``[M]`` and ``[D]``."""
-        grad_logprob, grad_entropy = grad_outputs
-        shifted, total, moment = ctx.saved_tensors
-        kept: KeptRows = ctx.kept
-        factor = torch.zeros_like(shifted)
-        if grad_logprob is not None:
-            factor -= sum_per_row(grad_logprob, kept.row_of_edge, total)[kept.row_of_id]
-        if grad_entropy is not None:
-            # log p + H, without the logarithm of the total that both have.
-            factor -= grad_entropy[kept.row_of_id] * (shifted - (moment / total)[kept.row_of_id])
-        grad = shifted.exp().div_(total[kept.row_of_id]).mul_(factor)
-        if grad_logprob is not None:
-            grad.index_add_(0, kept.target, grad_logprob)
-        return grad, None
 
 
 def _of_rows(values: torch.Tensor, reduction: str, kept: KeptRows) -> torch.Tensor:
