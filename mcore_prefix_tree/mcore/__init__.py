@@ -62,7 +62,7 @@ _HOMES = {
     "Values": "mcore.outputs",
     "plan_step": "plan",
     "restore": "logprob",
-    "single_process": "cpu.launcher",
+    "single_process": "cpu.emulation",
     "tree_forward": "mcore.engine.forward_step",
 }
 
