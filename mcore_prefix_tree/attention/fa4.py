@@ -35,26 +35,6 @@ from mcore_prefix_tree.utils.versions import install_command
 if TYPE_CHECKING:
     from mcore_prefix_tree.attention.triton_tree.block_order import DevicePlan
 
-
-# By module, asked once. torch.compile can follow a look-up here, but not an import.
-_FAULTS: dict[str, str | None] = {}
-
-
-def import_fault(module: str) -> str | None:
-    """Return why a module, even of an installed package, cannot be imported, in one line; None if it can."""
-    if module not in _FAULTS:
-        _FAULTS[module] = _fault(module)
-    return _FAULTS[module]
-
-
-def _fault(module: str) -> str | None:
-    try:
-        import_module(module)
-    except Exception as error:  # from a shared library or other code that runs on import
-        return f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return None
-
-
 HOPPER, BLACKWELL = 9, 10
 _BLACKWELL_QUERIES = 256
 
@@ -424,3 +404,22 @@ def _head_dim_refusal(case: Case) -> str | None:
         known = max(dims) <= 128 or dims in ((192, 128), (256, 256))
         return None if known else f"{shown} (at most 128, or 192 with 128, or 256)"
     return f"{shown} (at most 256)" if max(dims) > 256 else None
+
+
+# By module, asked once. torch.compile can follow a look-up here, but not an import.
+_FAULTS: dict[str, str | None] = {}
+
+
+def import_fault(module: str) -> str | None:
+    """Return why a module, even of an installed package, cannot be imported, in one line; None if it can."""
+    if module not in _FAULTS:
+        _FAULTS[module] = _fault(module)
+    return _FAULTS[module]
+
+
+def _fault(module: str) -> str | None:
+    try:
+        import_module(module)
+    except Exception as error:  # from a shared library or other code that runs on import
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return None

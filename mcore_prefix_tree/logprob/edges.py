@@ -46,17 +46,17 @@ ROWS = 256
 class Edges:
     """The scored edges of a layout, in the order of their predictors."""
 
-    predictor: torch.Tensor  # int64 tensor [E], flat index of the token that predicts
-    # int64 tensor [E], flat index of the token that is predicted; None for tokens that need not be in the layout, for
+    predictor: torch.Tensor  # int64 [E], flat index of the token that predicts
+    # int64 [E], flat index of the token that is predicted; None for tokens that need not be in the layout, for
     # example a teacher's.
     token: torch.Tensor | None
-    token_id: torch.Tensor  # int64 tensor [E], id of that token in the vocabulary
-    row: torch.Tensor  # int64 tensor [R], every predictor once, ascending
-    row_of_edge: torch.Tensor  # int64 tensor [E]: predictor == row[row_of_edge]
+    token_id: torch.Tensor  # int64 [E], id of that token in the vocabulary
+    row: torch.Tensor  # int64 [R], every predictor once, ascending
+    row_of_edge: torch.Tensor  # int64 [E]: predictor == row[row_of_edge]
     # host_row, host_settled_by: row and settled_by on the host.
     host_row: npt.NDArray[np.int64]
     first_edge: npt.NDArray[np.int64]  # int64 [R + 1] on the host, row r predicts edges first_edge[r]:first_edge[r + 1]
-    # int64 tensor [R], the last row that is scored together with this one: once its log-probabilities are known, so are
+    # int64 [R], the last row that is scored together with this one: once its log-probabilities are known, so are
     # all others that a loss of samples reads with this row's.
     settled_by: torch.Tensor
     host_settled_by: npt.NDArray[np.int64]

@@ -17,36 +17,6 @@ import torch.distributed as dist
 from mcore_prefix_tree.logprob.edges import Edges, mask_padding_, wide
 from mcore_prefix_tree.logprob.softmax import BlockSoftmax, EdgeGrads
 
-# The first torch whose addmm adds 16-bit products to an fp32 sum. It does neither on a CPU nor with ROCm.
-_FIRST = (2, 11)
-
-
-def widens(tensor: torch.Tensor) -> bool:
-    """Return whether a product of tensors like this one, ``[...]``, can be in fp32, or is as wide anyway."""
-    if tensor.dtype not in (torch.bfloat16, torch.float16):
-        return True
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    return tensor.is_cuda and version >= _FIRST and torch.version.hip is None and not torch.cuda.tunable.is_enabled()
-
-
-def multiply(left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor) -> None:
-    """Write ``left @ right`` of one dtype into ``out``, in that dtype, or in fp32 if it :func:`widens`."""
-    if out.dtype == left.dtype:
-        torch.mm(left, right, out=out)
-    else:
-        torch.mm(left, right, out_dtype=out.dtype, out=out)
-
-
-def add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add ``left @ right`` ``[n, m]`` to a sum in the same or a wider dtype, without a temporary if it widens."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    elif widens(left):
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    else:
-        total.add_(left @ right)
-
-
 # Logits of a chunk, and the rows that it has at least: a chunk costs a pass over the weight and over the sum of its
 # gradient, which few rows do not pay for. Measured for a processor, whose caches like chunks small; for a GPU derived
 # from the ratio of its arithmetic to its memory bandwidth.
@@ -235,3 +205,33 @@ class Grads:
                 torch.mm(grad, chunks.weight, out=self.hidden[rows])
         if self.weight is not None:
             add_product_(self.weight, grad.t(), chunks.hidden[rows])
+
+
+# The first torch whose addmm adds 16-bit products to an fp32 sum. It does neither on a CPU nor with ROCm.
+_FIRST = (2, 11)
+
+
+def widens(tensor: torch.Tensor) -> bool:
+    """Return whether a product of tensors like this one, ``[...]``, can be in fp32, or is as wide anyway."""
+    if tensor.dtype not in (torch.bfloat16, torch.float16):
+        return True
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    return tensor.is_cuda and version >= _FIRST and torch.version.hip is None and not torch.cuda.tunable.is_enabled()
+
+
+def multiply(left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor) -> None:
+    """Write ``left @ right`` of one dtype into ``out``, in that dtype, or in fp32 if it :func:`widens`."""
+    if out.dtype == left.dtype:
+        torch.mm(left, right, out=out)
+    else:
+        torch.mm(left, right, out_dtype=out.dtype, out=out)
+
+
+def add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add ``left @ right`` ``[n, m]`` to a sum in the same or a wider dtype, without a temporary if it widens."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif widens(left):
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(left @ right)
