@@ -6,8 +6,9 @@
     benchmarks/inside.py --parts                # a micro-batch in parts; writes inside_parts.json
 
 Both models are a stock GPTModel with the same weights. Megatron-Core has no attention for packed rows on a CPU, so both
-use ``tests/harness/packed_attention.py`` there: one call of torch's fused attention per row. Times on a CPU are CPU
-seconds of the process, which other processes disturb less than wall-clock time. Every repetition runs each model once.
+use ``PackedAttention`` of ``mcore_prefix_tree.cpu.specs`` there: one call of torch's fused attention per row. Times on
+a CPU are CPU seconds of the process, which other processes disturb less than wall-clock time. Every repetition runs each
+model once.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import itertools
 import json
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -111,11 +111,8 @@ def models(shape: dict[str, int], device: torch.device, parts: Sequence[int] = (
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from mcore_prefix_tree.cpu.specs import exchanged
+    from mcore_prefix_tree.cpu.specs import PackedAttention, exchanged
     from mcore_prefix_tree.mcore import fold_inside
-
-    sys.path.insert(0, str(ROOT / "tests"))
-    from harness.packed_attention import PackedAttention
 
     on_cpu = device.type == "cpu"
     dtype = torch.float32 if on_cpu else torch.bfloat16

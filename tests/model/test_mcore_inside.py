@@ -11,7 +11,6 @@ import torch
 from harness.in_double import kept_double
 from harness.models import HAS_OUTPUT_PROCESSOR
 from harness.oracles import sample_lists, worst
-from harness.packed_attention import PackedAttention
 from harness.seam_models import GRAPHS, VOCAB, build, local_spec, tiny_config, twins
 from hypothesis import given
 from hypothesis.strategies import integers, sampled_from, sets
@@ -41,7 +40,7 @@ from packed_calls import (
 )
 
 from mcore_prefix_tree import Sample
-from mcore_prefix_tree.cpu.specs import exchanged
+from mcore_prefix_tree.cpu.specs import PackedAttention, exchanged
 from mcore_prefix_tree.layout import fold
 from mcore_prefix_tree.layout import trainer_rows as rows_module
 from mcore_prefix_tree.mcore import fold_inside, folding_model, follow_trees, with_prefix_tree, with_scalar_head

@@ -10,7 +10,6 @@ import pytest
 import torch
 from harness.in_double import kept_double
 from harness.marks import quick
-from harness.packed_attention import PackedAttention
 from harness.seam_models import DELTA_NET, MAMBA, VOCAB, hybrid, hybrid_twins, tiny_config, with_long_memory
 from harness.seam_runs import SPARSE
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -24,7 +23,7 @@ from packed_calls import (
     packed,
 )
 
-from mcore_prefix_tree.cpu.specs import exchanged
+from mcore_prefix_tree.cpu.specs import PackedAttention, exchanged
 from mcore_prefix_tree.mcore import fold_inside, folding_model
 from mcore_prefix_tree.mcore.release import HAS_HYBRID_MODEL
 

@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 import torch
 from bridge_models import auto_bridge
-from harness.packed_attention import PackedAttention
 from harness.routes import with_routes
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
@@ -33,7 +32,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from stand_ins import Finder, StandIn
 
 from mcore_prefix_tree import Sample
-from mcore_prefix_tree.cpu.specs import cpu_spec, exchanged
+from mcore_prefix_tree.cpu.specs import PackedAttention, cpu_spec, exchanged
 
 VOCAB = 64
 ROUTES = (4, 2, 4)  # layers, experts of a token, experts

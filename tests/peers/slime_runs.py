@@ -20,7 +20,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-from harness.packed_attention import PackedAttention
 from harness.routes import with_routes
 from harness.seam_models import local_spec, tiny_config
 from megatron.core import mpu
@@ -33,7 +32,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from stand_ins import StandIn
 
 from mcore_prefix_tree import Sample
-from mcore_prefix_tree.cpu.specs import cpu_spec, exchanged
+from mcore_prefix_tree.cpu.specs import PackedAttention, cpu_spec, exchanged
 
 VOCAB = 64  # tensor-parallel ranks have as much of it
 ROUTES = (4, 2, 4)  # layers, experts of a token, experts

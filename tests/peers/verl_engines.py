@@ -20,7 +20,6 @@ from zlib import crc32
 import numpy as np
 import torch
 from bridge_models import auto_bridge
-from harness.packed_attention import PackedAttention
 from harness.seam_models import build, local_spec, tiny_config
 from harness.worlds import Layout
 from megatron.core import parallel_state
@@ -34,7 +33,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from qwen_vl_jobs import BEGIN, END, PICTURE, pictures_of
 from stand_ins import StandIn
 
-from mcore_prefix_tree.cpu.specs import cpu_spec, exchanged
+from mcore_prefix_tree.cpu.specs import PackedAttention, cpu_spec, exchanged
 
 VOCAB, EXPERTS = 64, 4
 

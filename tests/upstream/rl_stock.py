@@ -9,14 +9,12 @@ from __future__ import annotations
 import os
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from rl_rollouts import exchange_rollouts
 
 sys.path.insert(0, os.environ["MEGATRON_LM_PATH"])
-sys.path.append(str(Path(__file__).parents[1]))
 
 from mcore_prefix_tree.cpu.emulation import enable_training
 
@@ -25,7 +23,6 @@ if not torch.cuda.is_available():  # as in the tests, before Megatron-LM is impo
     enable_training()
 
 import train_rl
-from harness.packed_attention import PackedAttention
 from megatron.core.enums import ModelType
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.inference.utils import add_inference_args
@@ -33,7 +30,7 @@ from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
 
-from mcore_prefix_tree.cpu.specs import exchanged
+from mcore_prefix_tree.cpu.specs import PackedAttention, exchanged
 from mcore_prefix_tree.mcore.megatron_lm.pretrain_forms import build_model
 
 

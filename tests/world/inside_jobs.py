@@ -147,10 +147,9 @@ def rows_without_a_vocabulary(layout: Any, head: str, samples: Sequence[Sample])
 
 def packed_spec(config: Any, vp_stage: int | None) -> Any:
     """Megatron's local block, whose attention takes packed rows."""
-    from harness.packed_attention import PackedAttention
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    from mcore_prefix_tree.cpu.specs import exchanged
+    from mcore_prefix_tree.cpu.specs import PackedAttention, exchanged
 
     return exchanged(stock_spec(config, vp_stage), {DotProductAttention: PackedAttention})
 
