@@ -7,8 +7,8 @@
 
 Both models are a stock GPTModel with the same weights. Megatron-Core has no attention for packed rows on a CPU, so both
 use ``PackedAttention`` of ``mcore_prefix_tree.cpu.specs`` there: one call of torch's fused attention per row. Times on
-a CPU are CPU seconds of the process, which other processes disturb less than wall-clock time. Every repetition runs each
-model once.
+a CPU are CPU seconds of the process, which other processes disturb less than wall-clock time. Every repetition runs
+each model once.
 """
 
 from __future__ import annotations
