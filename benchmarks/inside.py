@@ -6,8 +6,9 @@
     benchmarks/inside.py --parts                # a micro-batch in parts; writes inside_parts.json
 
 Both models are a stock GPTModel with the same weights. Megatron-Core has no attention for packed rows on a CPU, so both
-use ``mcore_prefix_tree.cpu.dot_product`` there: one call of torch's fused attention per row. Times on a CPU are CPU
-seconds of the process, which other processes disturb less than wall-clock time. Every repetition runs each model once.
+use ``PackedAttention`` of ``mcore_prefix_tree.cpu.specs`` there: one call of torch's fused attention per row. Times on
+a CPU are CPU seconds of the process, which other processes disturb less than wall-clock time. Every repetition runs
+each model once.
 """
 
 from __future__ import annotations
@@ -28,9 +29,8 @@ import numpy as np
 import torch
 
 from mcore_prefix_tree import Sample
-from mcore_prefix_tree.bench.machine import describe_machine, name_in_files
-from mcore_prefix_tree.cpu.emulation import cpu_emulation
-from mcore_prefix_tree.cpu.launcher import SEED, single_process
+from mcore_prefix_tree.bench import describe_machine, name_in_files
+from mcore_prefix_tree.cpu.emulation import SEED, cpu_emulation, single_process
 from mcore_prefix_tree.utils.memory import PeakMemory
 
 ROOT = Path(__file__).parent.parent
@@ -111,8 +111,7 @@ def models(shape: dict[str, int], device: torch.device, parts: Sequence[int] = (
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from mcore_prefix_tree.cpu.dot_product import PackedAttention
-    from mcore_prefix_tree.cpu.specs import exchanged
+    from mcore_prefix_tree.cpu.specs import PackedAttention, exchanged
     from mcore_prefix_tree.mcore import fold_inside
 
     on_cpu = device.type == "cpu"

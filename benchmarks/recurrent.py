@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from mcore_prefix_tree.bench.machine import describe_machine
-from mcore_prefix_tree.bench.step import step_result
+from mcore_prefix_tree.bench import describe_machine, step_result
 from mcore_prefix_tree.mcore.loop.jobs import compare_first, run_once
 from mcore_prefix_tree.settings import load_recipe
 

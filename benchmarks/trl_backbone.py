@@ -38,7 +38,7 @@ from trl.experimental.async_grpo.packing import TreeRow
 from trl.trainer.utils import add_fused_lm_head
 
 from mcore_prefix_tree import Sample, TreeMetadata, fold
-from mcore_prefix_tree.bench.machine import describe_machine
+from mcore_prefix_tree.bench import describe_machine
 from mcore_prefix_tree.integrations.trl import fold_backbone, read_rows
 from mcore_prefix_tree.plan.flops import Counts, ExpectedSpeedup, ModelWork
 from mcore_prefix_tree.utils.versions import installed_version_of

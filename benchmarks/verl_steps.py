@@ -41,7 +41,7 @@ from verl.workers.utils.losses import ppo_loss, sft_loss
 from verl_jobs import FUSIONS, model_folder
 
 from mcore_prefix_tree import Sample
-from mcore_prefix_tree.bench.machine import describe_machine
+from mcore_prefix_tree.bench import describe_machine
 from mcore_prefix_tree.utils.versions import installed_version_of
 
 OUTPUT = RESULTS / "verl_steps.json"

@@ -23,34 +23,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Segments:
-    """The maximal chains of nodes without branching, in depth-first pre-order, padding last as one-token segments.
+    """The maximal chains of nodes without branching, in depth-first pre-order, padding last as one-token segments."""
 
-    Attributes:
-        cu_lens: int32 ``[G + 1]``, segment g holds the flat tokens ``cu_lens[g]:cu_lens[g + 1]``.
-        parent: int32 ``[G]``, -1 for a root.
-        depth: int32 ``[G]``, position of the segment's first token.
-    """
-
-    cu_lens: Int32Array
-    parent: Int32Array
-    depth: Int32Array
+    cu_lens: Int32Array  # int32 [G + 1], segment g holds the flat tokens cu_lens[g]:cu_lens[g + 1]
+    parent: Int32Array  # int32 [G], -1 for a root
+    depth: Int32Array  # int32 [G], position of the segment's first token
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Handover:
-    """Tokens at which the states of recurrent layers pass between the micro-batches of one tree.
+    """Tokens at which the states of recurrent layers pass between the micro-batches of one tree."""
 
-    Attributes:
-        heads: int64 NumPy ``[r]``, first tokens of the segments that begin with a state of another micro-batch.
-        given: int64 NumPy ``[r]``, which of the ``num_given`` states each begins with.
-        num_given: number of states that the micro-batch reads.
-        ends: int64 NumPy ``[n]``, tokens whose states other micro-batches read, ascending; a segment ends at each.
-    """
-
-    heads: Int64Array
-    given: Int64Array
-    num_given: int
-    ends: Int64Array
+    heads: Int64Array  # int64 NumPy [r], first tokens of the segments that begin with a state of another micro-batch
+    given: Int64Array  # int64 NumPy [r], which of the num_given states each begins with
+    num_given: int  # number of states that the micro-batch reads
+    ends: Int64Array  # int64 NumPy [n], tokens whose states other micro-batches read, ascending; a segment ends at each
 
     def of_depth(self, depth: int, position: Int32Array) -> Handover:
         """Return the same for paths that begin ``depth`` tokens later; ``position`` is int32 ``[P]``."""

@@ -19,9 +19,8 @@ from pathlib import Path
 
 from mcore_prefix_tree.arguments.flags import readable_arguments, render_help
 from mcore_prefix_tree.arguments.refusals import check_unused
-from mcore_prefix_tree.utils.errors import USER_ERROR
-from mcore_prefix_tree.utils.launchers import adopt_ranks
-from mcore_prefix_tree.utils.os_signals import end_without_stacks
+from mcore_prefix_tree.utils.errors import USER_ERROR, end_without_stacks
+from mcore_prefix_tree.utils.ranks import adopt_ranks
 
 VARIABLE = "MEGATRON_LM_PATH"
 GPT, HYBRID, RL = "pretrain_gpt.py", "pretrain_hybrid.py", "train_rl.py"

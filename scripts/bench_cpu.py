@@ -58,7 +58,7 @@ def main(given: Sequence[str]) -> int:
     from attention_bench.settings import Settings
     from gpu_check_parts import attention, head
 
-    from mcore_prefix_tree.bench.machine import describe_machine
+    from mcore_prefix_tree.bench import describe_machine
 
     context = Printed(
         asked.part, Options(repeats=asked.repeats, workloads=tuple(asked.workload or ()), data=asked.data)

@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from mcore_prefix_tree import Sample, TreeMetadata, fold, trie
-from mcore_prefix_tree.bench.machine import describe_machine as machine
+from mcore_prefix_tree.bench import describe_machine as machine
 from mcore_prefix_tree.data import LineOptions, iter_sample_groups, load_tokenizer
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.plan import CostModel, ForestPlan, ModelWork, plan_step, report_plan, report_steps

@@ -73,8 +73,7 @@ def megatron_on_the_cpu() -> Iterator[None]:
     # Not at the top: machines that run only tests/kernels need no Megatron.
     from megatron.core.tensor_parallel import random
 
-    from mcore_prefix_tree.cpu.emulation import cpu_emulation
-    from mcore_prefix_tree.cpu.launcher import single_process
+    from mcore_prefix_tree.cpu.emulation import cpu_emulation, single_process
 
     # Megatron compiles C++ for this at the first recomputation, for 50 CPU-seconds.
     random._share_storage_ext = SimpleNamespace(share_storage=_copy_storage)

@@ -29,17 +29,12 @@ PREFIX = "--prefix-tree"
 
 @dataclass(frozen=True)
 class Flag:
-    """A setting, by its recipe's key, as an argument.
-
-    Attributes:
-        name: name after the prefix; by default the last part of the key.
-        note: sentence that the help adds for this door.
-    """
+    """A setting, by its recipe's key, as an argument."""
 
     key: str
-    name: str = ""
+    name: str = ""  # name after the prefix; by default the last part of the key
     metavar: str | None = None
-    note: str = ""
+    note: str = ""  # sentence that the help adds for this door
 
     @property
     def setting(self) -> Setting:

@@ -32,17 +32,13 @@ PREFERENCE = {"cuda": ("fa4", "triton", "flex", "path"), "cpu": ("path", "cascad
 
 @dataclass(frozen=True, kw_only=True)
 class TreeShape:
-    """Figures of a forest that determine the speed of a back-end.
-
-    Attributes:
-        segments: number of non-empty runs of tokens without branching.
-        depth: largest number of nested branches with tokens outside their first child; 0 without branches: nothing is
-            shared, or each sample continues the one before.
-    """
+    """Figures of a forest that determine the speed of a back-end."""
 
     tokens: int
-    segments: int
+    segments: int  # number of non-empty runs of tokens without branching
     pairs: int
+    # Largest number of nested branches with tokens outside their first child; 0 without branches: nothing is shared, or
+    # each sample continues the one before.
     depth: int
 
     @classmethod

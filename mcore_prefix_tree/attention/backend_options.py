@@ -14,39 +14,30 @@ from mcore_prefix_tree.utils.lazy_torch import torch
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionOptions:
-    """The mathematics of a call: ``softmax(scale * q k^T, over the visible keys and the sink) v``.
-
-    Attributes:
-        window: number of keys that a query sees, itself included, counted in positions on its path.
-        sinks: floating ``[H]``, a learned logit per head that joins the softmax's denominator and has no value. It is
-            not scaled, and it receives a gradient.
-        deterministic: whether forward and backward must give the same bits twice, which the fastest kernels do not.
-    """
+    """The mathematics of a call: ``softmax(scale * q k^T, over the visible keys and the sink) v``."""
 
     softmax_scale: float
-    window: int | None = None
+    window: int | None = None  # number of keys that a query sees, itself included, counted in positions on its path
+    # Floating [H], a learned logit per head that joins the softmax's denominator and has no value. It is not scaled,
+    # and it receives a gradient.
     sinks: torch.Tensor | None = None
+    # Whether forward and backward must give the same bits twice, which the fastest kernels do not.
     deterministic: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Case:
-    """One call for a back-end's ``refusal``, without token counts, so that a run is rejected before its first step.
-
-    Attributes:
-        capability: compute capability of a CUDA device, for example ``(9, 0)``; None elsewhere.
-        heads, kv_heads, head_dim, value_dim: H, K, D and W.
-        needs_grad: whether backward will be called.
-    """
+    """One call for a back-end's ``refusal``, without token counts, so that a run is rejected before its first step."""
 
     device: torch.device
-    capability: tuple[int, int] | None
+    capability: tuple[int, int] | None  # compute capability of a CUDA device, for example (9, 0); None elsewhere
     dtype: torch.dtype
+    # heads, kv_heads, head_dim, value_dim: H, K, D and W.
     heads: int
     kv_heads: int
     head_dim: int
     value_dim: int
-    needs_grad: bool
+    needs_grad: bool  # whether backward will be called
     options: AttentionOptions
 
     @classmethod

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from math import e, inf, log2
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,7 +26,6 @@ import torch
 
 from mcore_prefix_tree.attention import triton_tree
 from mcore_prefix_tree.attention.backend_options import AttentionOptions, Case
-from mcore_prefix_tree.attention.imports import import_fault
 from mcore_prefix_tree.attention.parity import check_parity, check_size
 from mcore_prefix_tree.attention.tile_blocks import BlockPlan, Int32Array, block_plan
 from mcore_prefix_tree.metadata import TreeMetadata
@@ -74,19 +74,13 @@ def choose_tiles(capability: tuple[int, int], head_dim: int, value_dim: int) -> 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Mask:
-    """Tensors of the tree that the kernels read.
+    """Tensors of the tree that the kernels read."""
 
-    Attributes:
-        forward: blocks of keys for each block of queries, as the package's ``BlockSparseTensorsTorch``.
-        backward: blocks of queries for each block of keys; None if the backward is that of ``triton_tree``.
-        tensors: int32 tensors that the mask reads: the end of each token's subtree, and with a window its position.
-        ordered: whether the backward adds dQ up in the order that its lists give.
-    """
-
-    forward: Any
-    backward: Any
+    forward: Any  # blocks of keys for each block of queries, as the package's BlockSparseTensorsTorch
+    backward: Any  # blocks of queries for each block of keys; None if the backward is that of triton_tree
+    # int32 tensors that the mask reads: the end of each token's subtree, and with a window its position.
     tensors: tuple[torch.Tensor, ...]
-    ordered: bool
+    ordered: bool  # whether the backward adds dQ up in the order that its lists give
 
 
 def build_mask(metadata: TreeMetadata, tiles: TilePair, window: int | None, *, ordered: bool = False) -> Mask:
@@ -410,3 +404,22 @@ def _head_dim_refusal(case: Case) -> str | None:
         known = max(dims) <= 128 or dims in ((192, 128), (256, 256))
         return None if known else f"{shown} (at most 128, or 192 with 128, or 256)"
     return f"{shown} (at most 256)" if max(dims) > 256 else None
+
+
+# By module, asked once. torch.compile can follow a look-up here, but not an import.
+_FAULTS: dict[str, str | None] = {}
+
+
+def import_fault(module: str) -> str | None:
+    """Return why a module, even of an installed package, cannot be imported, in one line; None if it can."""
+    if module not in _FAULTS:
+        _FAULTS[module] = _fault(module)
+    return _FAULTS[module]
+
+
+def _fault(module: str) -> str | None:
+    try:
+        import_module(module)
+    except Exception as error:  # from a shared library or other code that runs on import
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return None

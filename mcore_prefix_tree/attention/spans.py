@@ -27,19 +27,12 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Spans:
-    """Flat spans, each a start and an exclusive end, in depth-first pre-order. No pair is in two of them.
+    """Flat spans, each a start and an exclusive end, in depth-first pre-order. No pair is in two of them."""
 
-    Attributes:
-        runs: int64 ``[R + 1]``, borders of the runs, which follow each other from U to T.
-        queries: int64 ``[B, 2]``, tokens below a branch and outside its run. Two of these are nested or disjoint.
-        keys: int64 ``[B, 2]``, the branch itself. These are disjoint.
-        depth: int64 ``[B]``, number of other spans of queries that a branch's lies in.
-    """
-
-    runs: Int64Array
-    queries: Int64Array
-    keys: Int64Array
-    depth: Int64Array
+    runs: Int64Array  # int64 [R + 1], borders of the runs, which follow each other from U to T
+    queries: Int64Array  # int64 [B, 2], tokens below a branch and outside its run. Two of these are nested or disjoint.
+    keys: Int64Array  # int64 [B, 2], the branch itself. These are disjoint.
+    depth: Int64Array  # int64 [B], number of other spans of queries that a branch's lies in
 
 
 def cut_into_spans(metadata: TreeMetadata) -> Spans:

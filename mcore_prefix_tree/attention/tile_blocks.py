@@ -29,16 +29,12 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Tiles:
-    """For each block of one side, the blocks of the other side that it meets.
+    """For each block of one side, the blocks of the other side that it meets."""
 
-    Attributes:
-        bounds: int32 ``[n, 4]``. Block b meets ``blocks[bounds[b, 0]:bounds[b, 3]]``: the diagonal ones end at
-            ``bounds[b, 1]``, the full ones at ``bounds[b, 2]``, then come the tails. Each kind is ascending.
-        blocks: int32, or None if the bounds are block numbers themselves, not places in a list.
-    """
-
+    # int32 [n, 4]. Block b meets blocks[bounds[b, 0]:bounds[b, 3]]: the diagonal ones end at bounds[b, 1], the full
+    # ones at bounds[b, 2], then come the tails. Each kind is ascending.
     bounds: Int32Array
-    blocks: Int32Array | None
+    blocks: Int32Array | None  # int32, or None if the bounds are block numbers themselves, not places in a list
 
     @cached_property
     def longest_first(self) -> Int32Array:
@@ -66,21 +62,15 @@ class Tiles:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BlockPlan:
-    """The tiles of one micro-batch for one pair of block sizes.
+    """The tiles of one micro-batch for one pair of block sizes."""
 
-    Attributes:
-        query_block, key_block: BM and BN.
-        by_key: the query blocks of each of NK key blocks; a contiguous range each, unless there is a window.
-        by_query: the key blocks of each of NQ query blocks.
-        visible_pairs: (query, key) pairs that attention computes, padding included.
-    """
-
+    # query_block, key_block: BM and BN.
     query_block: int
     key_block: int
-    by_key: Tiles
-    by_query: Tiles
+    by_key: Tiles  # the query blocks of each of NK key blocks; a contiguous range each, unless there is a window
+    by_query: Tiles  # the key blocks of each of NQ query blocks
     visited: int
-    visible_pairs: int
+    visible_pairs: int  # (query, key) pairs that attention computes, padding included
 
     @property
     def efficiency(self) -> float:

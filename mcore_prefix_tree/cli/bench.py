@@ -43,7 +43,7 @@ def step(
         output.parent.mkdir(parents=True, exist_ok=True)
     from rich.console import Console
 
-    from mcore_prefix_tree.bench.step import step_result
+    from mcore_prefix_tree.bench import step_result
     from mcore_prefix_tree.cli.console import ConsoleReporter, print_comparison
     from mcore_prefix_tree.mcore.loop.jobs import compare_first, run_once
 

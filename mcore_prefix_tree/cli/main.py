@@ -8,13 +8,9 @@ import typer
 
 from mcore_prefix_tree.cli import bench, xtoken
 from mcore_prefix_tree.cli.boundary import Commands
-from mcore_prefix_tree.cli.export import export
 from mcore_prefix_tree.cli.inspect import inspect
+from mcore_prefix_tree.cli.jobs import export, recipes, score, train, verify
 from mcore_prefix_tree.cli.plan import plan
-from mcore_prefix_tree.cli.recipes import recipes
-from mcore_prefix_tree.cli.score import score
-from mcore_prefix_tree.cli.train import train
-from mcore_prefix_tree.cli.verify import verify
 from mcore_prefix_tree.utils.versions import installed_version_of
 
 app = typer.Typer(

@@ -18,8 +18,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention, M
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from mcore_prefix_tree.cpu.dot_product import LatentDotProductAttention
-from mcore_prefix_tree.cpu.specs import Norm, exchanged
+from mcore_prefix_tree.cpu.specs import LatentDotProductAttention, Norm, exchanged
 
 _LATENT_PROJECTIONS = [f"linear_{name}_proj" for name in ("q", "q_down", "q_up", "kv_down", "kv_up")]
 

@@ -1,4 +1,4 @@
-"""Layer specs and settings of stock megatron-core on a CPU.
+"""Layer specs, attention and settings of stock megatron-core on a CPU.
 
 Its local layers lack TransformerEngine's classes for norms under sequence parallelism and for attention with
 multi-latent heads, but not their arithmetic. A spec that is built under emulation has those classes exchanged.
@@ -10,9 +10,11 @@ import copy
 import functools
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
@@ -21,8 +23,6 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-
-from mcore_prefix_tree.cpu.dot_product import LatentDotProductAttention
 
 _KINDS: dict[str, Any] = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}
 
@@ -40,6 +40,58 @@ class Norm:
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel
         return norm
+
+
+class LatentDotProductAttention(DotProductAttention):  # type: ignore[misc]
+    """``DotProductAttention`` with the sizes of a head that ``MultiLatentAttention`` gives, and its output's size."""
+
+    def __init__(self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if v_channels is not None:
+            self.hidden_size_per_partition = self.num_attention_heads_per_partition * v_channels
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal core attention for packed rows, one call of torch's scaled dot-product attention for each row.
+
+    It replaces ``TEDotProductAttention`` in local layers; construction raises NotImplementedError for dropout, a
+    sliding window or an unusual softmax.
+    """
+
+    def __init__(self, config: Any, *args: Any, softmax_scale: float | None = None, **kwargs: Any) -> None:
+        super().__init__()
+        self.config = config
+        for name, usual in (("attention_dropout", 0), ("window_size", None), ("softmax_type", "vanilla")):
+            if getattr(config, name, usual) != usual:
+                raise NotImplementedError(f"PackedAttention does not support {name}={getattr(config, name)!r}")
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *args: Any,
+        packed_seq_params: Any = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Return ``[T, heads * size]`` for ``[T, heads, size]``, with padding; ``[n, b, ...]`` without packing."""
+        if packed_seq_params is None:
+            rows = [self._attend(*(part.permute(1, 2, 0, 3) for part in (query, key, value)))]
+            return rows[0].permute(2, 0, 1, 3).flatten(2)
+        params, rows = packed_seq_params, []
+        slots = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
+        for start, end in pairwise(slots.tolist()):
+            # Torch's fused kernel takes four dimensions only.
+            parts = (part[start:end].transpose(0, 1).unsqueeze(0) for part in (query, key, value))
+            rows.append(self._attend(*parts).squeeze(0).transpose(0, 1))
+        return torch.cat(rows).flatten(1)
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Return ``[n, b, heads * size]`` for ``[n, b, heads, size]``."""
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=True
+        )
 
 
 S = TypeVar("S")

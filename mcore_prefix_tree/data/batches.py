@@ -32,7 +32,7 @@ from mcore_prefix_tree.data.stream import StreamedGroups
 from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.trie import sort_samples
 from mcore_prefix_tree.utils.choices import Order
-from mcore_prefix_tree.utils.os_signals import ENDING_SIGNALS
+from mcore_prefix_tree.utils.errors import ENDING_SIGNALS
 
 Int64Array = npt.NDArray[np.int64]
 Piece = tuple[int, int, int]  # a line's place on the circle, how much of the line comes before the piece, its size

@@ -15,7 +15,7 @@ from mcore_prefix_tree.data.packed_arrays import KEYS
 from mcore_prefix_tree.data.token_rows import unpack_routes, with_offsets
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.signals import PER_TOKEN, SampleError, SamplingMask, Signals, Teacher, check_turn
-from mcore_prefix_tree.utils.launchers import is_first_rank
+from mcore_prefix_tree.utils.ranks import is_first_rank
 
 logger = logging.getLogger(__name__)
 

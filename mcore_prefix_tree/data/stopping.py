@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_prefix_tree.data.json_fields import ChatError, shorten_json
-from mcore_prefix_tree.utils.launchers import is_first_rank
+from mcore_prefix_tree.utils.ranks import is_first_rank
 
 logger = logging.getLogger(__name__)
 

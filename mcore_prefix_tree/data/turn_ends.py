@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mcore_prefix_tree.data.json_fields import ChatError
-from mcore_prefix_tree.utils.launchers import is_first_rank
+from mcore_prefix_tree.utils.ranks import is_first_rank
 
 logger = logging.getLogger(__name__)
 

@@ -20,15 +20,11 @@ from mcore_prefix_tree.trie import Trie, build_trie
 
 @dataclass(frozen=True, kw_only=True)
 class Padding:
-    """Sizes that micro-batches are rounded up to; construction raises ValueError for invalid buckets.
+    """Sizes that micro-batches are rounded up to; construction raises ValueError for invalid buckets."""
 
-    Attributes:
-        multiple: divisor of the size: see :func:`row_multiple`.
-        buckets: the only sizes, increasing multiples, if something downstream is compiled or captured once per size.
-            Empty rounds up to ``multiple`` and no further.
-    """
-
-    multiple: int = 1
+    multiple: int = 1  # divisor of the size: see row_multiple
+    # The only sizes, increasing multiples, if something downstream is compiled or captured once per size. Empty rounds
+    # up to multiple and no further.
     buckets: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

@@ -27,30 +27,19 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KeptSets:
-    """The distributions over kept ids that a layout's samples were drawn from.
+    """The distributions over kept ids that a layout's samples were drawn from."""
 
-    Attributes:
-        predictor: int64 ``[D]``, flat index of the token that predicts, ascending.
-        token_ids: int32 ``[K]``, the ids of one distribution after the other, ascending within each.
-        offsets: int64 ``[D + 1]``, distribution d keeps ``token_ids[offsets[d]:offsets[d + 1]]``.
-        distribution: int64 ``[M]``, the distribution of each kept edge, ascending.
-        token: int64 ``[M]``, flat index of the token that was drawn, or in a chunk the place of the token's score.
-        loss_weight: float64 ``[M]``, the loss masks of all samples with this edge, summed.
-        whole_weight: float64 ``[P]``, the loss masks of all samples through a token that drew it from the whole
-            vocabulary, summed.
-        has_whole: bool ``[P]``, whether there is such a sample.
-        place: int32 ``[L]``, place of each logical token's score: its flat index, or P + m for kept edge m. Empty in a
-            chunk of a layout.
-    """
-
-    predictor: Int64Array
-    token_ids: npt.NDArray[np.int32]
-    offsets: Int64Array
-    distribution: Int64Array
-    token: Int64Array
-    loss_weight: npt.NDArray[np.float64]
+    predictor: Int64Array  # int64 [D], flat index of the token that predicts, ascending
+    token_ids: npt.NDArray[np.int32]  # int32 [K], the ids of one distribution after the other, ascending within each
+    offsets: Int64Array  # int64 [D + 1], distribution d keeps token_ids[offsets[d]:offsets[d + 1]]
+    distribution: Int64Array  # int64 [M], the distribution of each kept edge, ascending
+    token: Int64Array  # int64 [M], flat index of the token that was drawn, or in a chunk the place of the token's score
+    loss_weight: npt.NDArray[np.float64]  # float64 [M], the loss masks of all samples with this edge, summed
+    # float64 [P], the loss masks of all samples through a token that drew it from the whole vocabulary, summed.
     whole_weight: npt.NDArray[np.float64]
-    has_whole: npt.NDArray[np.bool_]
+    has_whole: npt.NDArray[np.bool_]  # bool [P], whether there is such a sample
+    # int32 [L], place of each logical token's score: its flat index, or P + m for kept edge m. Empty in a chunk of a
+    # layout.
     place: npt.NDArray[np.int32]
 
     def __len__(self) -> int:

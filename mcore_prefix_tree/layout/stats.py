@@ -122,20 +122,13 @@ def largest_trees(layout: FlatLayout, count: int) -> list[Tree]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Chains:
-    """The nodes of a layout grouped into segments, numbered in depth-first pre-order, for drawing.
+    """The nodes of a layout grouped into segments, numbered in depth-first pre-order, for drawing."""
 
-    Attributes:
-        first_node: int64 ``[G]``, node at which each segment begins; it ends before the next one.
-        samples: int64 ``[G]``, number of samples through its first node.
-        physical_tokens: int64 ``[G]``, number of tokens of the segment and everything below it.
-        segment_of_node: int64 ``[N]``, segment of each node.
-    """
-
-    first_node: Int64Array
+    first_node: Int64Array  # int64 [G], node at which each segment begins; it ends before the next one
     children: list[list[int]]
-    samples: Int64Array
-    physical_tokens: Int64Array
-    segment_of_node: Int64Array
+    samples: Int64Array  # int64 [G], number of samples through its first node
+    physical_tokens: Int64Array  # int64 [G], number of tokens of the segment and everything below it
+    segment_of_node: Int64Array  # int64 [N], segment of each node
 
 
 def chains(layout: FlatLayout) -> Chains:

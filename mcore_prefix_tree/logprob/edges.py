@@ -44,36 +44,25 @@ ROWS = 256
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Edges:
-    """The scored edges of a layout, in the order of their predictors.
+    """The scored edges of a layout, in the order of their predictors."""
 
-    Attributes:
-        predictor: int64 tensor ``[E]``, flat index of the token that predicts.
-        token: int64 tensor ``[E]``, flat index of the token that is predicted; None for tokens that need not be in the
-            layout, for example a teacher's.
-        token_id: int64 tensor ``[E]``, id of that token in the vocabulary.
-        row: int64 tensor ``[R]``, every predictor once, ascending.
-        row_of_edge: int64 tensor ``[E]``: ``predictor == row[row_of_edge]``.
-        host_row, host_settled_by: ``row`` and ``settled_by`` on the host.
-        first_edge: int64 ``[R + 1]`` on the host, row r predicts edges ``first_edge[r]:first_edge[r + 1]``.
-        settled_by: int64 tensor ``[R]``, the last row that is scored together with this one: once its log-probabilities
-            are known, so are all others that a loss of samples reads with this row's.
-        padded_size: P.
-        num_places: the number of scores: P, and P + M for a layout with M kept edges.
-        kept: the other edges, whose tokens were drawn from kept sets; None without any.
-    """
-
-    predictor: torch.Tensor
+    predictor: torch.Tensor  # int64 [E], flat index of the token that predicts
+    # int64 [E], flat index of the token that is predicted; None for tokens that need not be in the layout, for
+    # example a teacher's.
     token: torch.Tensor | None
-    token_id: torch.Tensor
-    row: torch.Tensor
-    row_of_edge: torch.Tensor
+    token_id: torch.Tensor  # int64 [E], id of that token in the vocabulary
+    row: torch.Tensor  # int64 [R], every predictor once, ascending
+    row_of_edge: torch.Tensor  # int64 [E]: predictor == row[row_of_edge]
+    # host_row, host_settled_by: row and settled_by on the host.
     host_row: npt.NDArray[np.int64]
-    first_edge: npt.NDArray[np.int64]
+    first_edge: npt.NDArray[np.int64]  # int64 [R + 1] on the host, row r predicts edges first_edge[r]:first_edge[r + 1]
+    # int64 [R], the last row that is scored together with this one: once its log-probabilities are known, so are
+    # all others that a loss of samples reads with this row's.
     settled_by: torch.Tensor
     host_settled_by: npt.NDArray[np.int64]
-    padded_size: int
-    num_places: int
-    kept: KeptRows | None = None
+    padded_size: int  # P
+    num_places: int  # the number of scores: P, and P + M for a layout with M kept edges
+    kept: KeptRows | None = None  # the other edges, whose tokens were drawn from kept sets; None without any
 
     @classmethod
     def from_layout(
@@ -371,3 +360,18 @@ def edge_logprobs(
     if entropy is not None and len(entropy) < edges.num_places:
         entropy = torch.nn.functional.pad(entropy, (0, edges.num_places - len(entropy)))
     return edges.with_kept(of_kept, per_place, entropy)
+
+
+# Its exponential is 0 next to any logit. It is finite, because a product of a probability of 0 and -inf is NaN.
+_NEVER = -1e30
+
+
+def mask_padding_(logits: torch.Tensor, vocab_size: int | None, vocab_start: int = 0) -> torch.Tensor:
+    """Give the columns of padding of ``[..., Vl]`` no probability, in place, and return the tensor.
+
+    Columns from id ``vocab_size`` on are padding, None means no padding; ``vocab_start`` is the id of the first column.
+    """
+    if vocab_size is not None and vocab_size < vocab_start + logits.shape[-1]:
+        lowest = torch.finfo(logits.dtype).min / 2
+        logits[..., max(0, vocab_size - vocab_start) :] = max(_NEVER, lowest)
+    return logits

@@ -14,10 +14,8 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from mcore_prefix_tree.logprob.edges import Edges, wide
-from mcore_prefix_tree.logprob.products import add_product_, multiply, widens
+from mcore_prefix_tree.logprob.edges import Edges, mask_padding_, wide
 from mcore_prefix_tree.logprob.softmax import BlockSoftmax, EdgeGrads
-from mcore_prefix_tree.logprob.vocab_padding import mask_padding_
 
 # Logits of a chunk, and the rows that it has at least: a chunk costs a pass over the weight and over the sum of its
 # gradient, which few rows do not pay for. Measured for a processor, whose caches like chunks small; for a GPU derived
@@ -71,26 +69,18 @@ class WeightGradSink(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Head:
-    """The factors of a row's logits, in addition to hidden states and weight.
-
-    Attributes:
-        multiplier: factor on the product of hidden states and weight, as in muP (https://arxiv.org/abs/2203.03466).
-        temperature: ``[P]``, temperature of each predictor; None means 1.
-        vocab_start: id of this rank's first column.
-        group: tensor-parallel group over which the vocabulary is split, None if it is not.
-        head_chunk_rows: C; :func:`default_chunk_rows` if None.
-        weight_grad: receiver of the weight's gradient; None leaves it to autograd.
-        vocab_size: id from which columns are padding, which has no probability; None means no padding.
-    """
+    """The factors of a row's logits, in addition to hidden states and weight."""
 
     edges: Edges
+    # Factor on the product of hidden states and weight, as in muP (https://arxiv.org/abs/2203.03466).
     multiplier: float = 1.0
-    temperature: torch.Tensor | None = None
-    vocab_start: int = 0
+    temperature: torch.Tensor | None = None  # [P], temperature of each predictor; None means 1
+    vocab_start: int = 0  # id of this rank's first column
+    # Tensor-parallel group over which the vocabulary is split, None if it is not.
     group: dist.ProcessGroup | None = None
-    head_chunk_rows: int | None = None
-    weight_grad: WeightGradSink | None = None
-    vocab_size: int | None = None
+    head_chunk_rows: int | None = None  # C; default_chunk_rows if None
+    weight_grad: WeightGradSink | None = None  # receiver of the weight's gradient; None leaves it to autograd
+    vocab_size: int | None = None  # id from which columns are padding, which has no probability; None means no padding
 
 
 class Chunks:
@@ -215,3 +205,33 @@ class Grads:
                 torch.mm(grad, chunks.weight, out=self.hidden[rows])
         if self.weight is not None:
             add_product_(self.weight, grad.t(), chunks.hidden[rows])
+
+
+# The first torch whose addmm adds 16-bit products to an fp32 sum. It does neither on a CPU nor with ROCm.
+_FIRST = (2, 11)
+
+
+def widens(tensor: torch.Tensor) -> bool:
+    """Return whether a product of tensors like this one, ``[...]``, can be in fp32, or is as wide anyway."""
+    if tensor.dtype not in (torch.bfloat16, torch.float16):
+        return True
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    return tensor.is_cuda and version >= _FIRST and torch.version.hip is None and not torch.cuda.tunable.is_enabled()
+
+
+def multiply(left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor) -> None:
+    """Write ``left @ right`` of one dtype into ``out``, in that dtype, or in fp32 if it :func:`widens`."""
+    if out.dtype == left.dtype:
+        torch.mm(left, right, out=out)
+    else:
+        torch.mm(left, right, out_dtype=out.dtype, out=out)
+
+
+def add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add ``left @ right`` ``[n, m]`` to a sum in the same or a wider dtype, without a temporary if it widens."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif widens(left):
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(left @ right)

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from mcore_prefix_tree.layout import FlatLayout
-from mcore_prefix_tree.logprob.softmax import sum_per_row
 from mcore_prefix_tree.utils.upload import upload
 
 if TYPE_CHECKING:
@@ -34,47 +33,29 @@ _ROWS, _IDS = 256, 2**13
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KeptChunk:
-    """Rows that are multiplied together, and their kept ids.
+    """Rows that are multiplied together, and their kept ids."""
 
-    Attributes:
-        rows, ids: which of the D rows, and of the K kept ids.
-        host_columns: int64 ``[U]``, each id once, ascending, on the host.
-        columns: the same on the device.
-    """
-
+    # rows, ids: which of the D rows, and of the K kept ids.
     rows: slice
     ids: slice
-    host_columns: npt.NDArray[np.int64]
-    columns: torch.Tensor
+    host_columns: npt.NDArray[np.int64]  # int64 [U], each id once, ascending, on the host
+    columns: torch.Tensor  # the same on the device
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KeptRows:
-    """The edges of a layout whose tokens were drawn from kept sets, as tensors.
+    """The edges of a layout whose tokens were drawn from kept sets, as tensors."""
 
-    Attributes:
-        predictor: int64 ``[D]``, flat index of the token that predicts.
-        token_id: int64 ``[K]``, the kept ids of one row after the other.
-        column: int64 ``[K]``, index of each among its chunk's columns.
-        row_of_id: int64 ``[K]``.
-        offsets: int64 ``[D + 1]``, row d keeps the ids ``offsets[d]:offsets[d + 1]``.
-        row_of_edge: int64 ``[M]``.
-        target: int64 ``[M]``, index among the K of the id that was drawn.
-        place: int64 ``[M]``, place of each edge's score.
-        chunks: the cut of the rows.
-        largest_id: the largest kept id.
-    """
-
-    predictor: torch.Tensor
-    token_id: torch.Tensor
-    column: torch.Tensor
-    row_of_id: torch.Tensor
-    offsets: torch.Tensor
-    row_of_edge: torch.Tensor
-    target: torch.Tensor
-    place: torch.Tensor
-    chunks: tuple[KeptChunk, ...]
-    largest_id: int
+    predictor: torch.Tensor  # int64 [D], flat index of the token that predicts
+    token_id: torch.Tensor  # int64 [K], the kept ids of one row after the other
+    column: torch.Tensor  # int64 [K], index of each among its chunk's columns
+    row_of_id: torch.Tensor  # int64 [K]
+    offsets: torch.Tensor  # int64 [D + 1], row d keeps the ids offsets[d]:offsets[d + 1]
+    row_of_edge: torch.Tensor  # int64 [M]
+    target: torch.Tensor  # int64 [M], index among the K of the id that was drawn
+    place: torch.Tensor  # int64 [M], place of each edge's score
+    chunks: tuple[KeptChunk, ...]  # the cut of the rows
+    largest_id: int  # the largest kept id
 
     @classmethod
     def from_layout(
@@ -140,38 +121,12 @@ class KeptScores:
 
 def kept_scores(logits: torch.Tensor, kept: KeptRows) -> KeptScores:
     """Return the scores that follow from logits ``[K]`` of the kept ids."""
-    logprob, entropy = _KeptSoftmax.apply(logits, kept)  # type: ignore[no-untyped-call]
+    shifted = logits - _of_rows(logits.detach(), "max", kept)[kept.row_of_id]
+    exp = shifted.exp()
+    total, moment = _of_rows(exp, "sum", kept), _of_rows(exp * shifted, "sum", kept)
+    entropy = total.log() - moment / total
+    logprob = shifted[kept.target] - total.log()[kept.row_of_edge]
     return KeptScores(logprob=logprob, entropy=entropy[kept.row_of_edge])
-
-
-class _KeptSoftmax(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, kept: KeptRows) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log-probabilities ``[M]`` and entropies ``[D]`` for logits ``[K]``."""
-        shifted = logits - _of_rows(logits, "max", kept)[kept.row_of_id]
-        exp = shifted.exp()
-        total, moment = _of_rows(exp, "sum", kept), _of_rows(exp * shifted, "sum", kept)
-        ctx.save_for_backward(shifted, total, moment)
-        ctx.set_materialize_grads(False)
-        ctx.kept = kept
-        return shifted[kept.target] - total.log()[kept.row_of_edge], total.log() - moment / total
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
-        """Return the gradient ``[K]``, for those of the outputs, ``[M]`` and ``[D]``."""
-        grad_logprob, grad_entropy = grad_outputs
-        shifted, total, moment = ctx.saved_tensors
-        kept: KeptRows = ctx.kept
-        factor = torch.zeros_like(shifted)
-        if grad_logprob is not None:
-            factor -= sum_per_row(grad_logprob, kept.row_of_edge, total)[kept.row_of_id]
-        if grad_entropy is not None:
-            # log p + H, without the logarithm of the total that both have.
-            factor -= grad_entropy[kept.row_of_id] * (shifted - (moment / total)[kept.row_of_id])
-        grad = shifted.exp().div_(total[kept.row_of_id]).mul_(factor)
-        if grad_logprob is not None:
-            grad.index_add_(0, kept.target, grad_logprob)
-        return grad, None
 
 
 def _of_rows(values: torch.Tensor, reduction: str, kept: KeptRows) -> torch.Tensor:

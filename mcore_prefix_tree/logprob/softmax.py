@@ -31,16 +31,11 @@ class RowSums:
 
     The sum of ``exp(logits)`` stays in two factors, ``exp(maximum) * total``. The logarithm of their product would be
     rounded at the size of the maximum, and every log-probability with it.
-
-    Attributes:
-        maximum: the largest logit.
-        total: sum of ``exp(logits - maximum)``, at least 1 over all ranks.
-        moment: sum of ``exp(logits - maximum) * (logits - maximum)``; None if no entropy is needed.
     """
 
-    maximum: torch.Tensor
-    total: torch.Tensor
-    moment: torch.Tensor | None
+    maximum: torch.Tensor  # the largest logit
+    total: torch.Tensor  # sum of exp(logits - maximum), at least 1 over all ranks
+    moment: torch.Tensor | None  # sum of exp(logits - maximum) * (logits - maximum); None if no entropy is needed
 
     @classmethod
     def empty(cls, *size: int, with_entropy: bool, like: torch.Tensor) -> RowSums:
@@ -162,17 +157,12 @@ class EdgeGrads:
 
 @dataclass(frozen=True, kw_only=True)
 class LogitGrads:
-    """Gradients of the outputs of a softmax of rows, from which those of its logits follow.
+    """Gradients of the outputs of a softmax of rows, from which those of its logits follow."""
 
-    Attributes:
-        row: ``[B]``, the sum of the gradients of all edges of a row, on all ranks; None, with ``edges``, if unused.
-        entropy: ``[B]``, gradients of the rows' entropies; None if unused.
-        edges: gradients of the edges, in the order of their rows.
-    """
-
+    # [B], the sum of the gradients of all edges of a row, on all ranks; None, with edges, if unused.
     row: torch.Tensor | None
-    entropy: torch.Tensor | None
-    edges: EdgeGrads | None
+    entropy: torch.Tensor | None  # [B], gradients of the rows' entropies; None if unused
+    edges: EdgeGrads | None  # gradients of the edges, in the order of their rows
 
     def times(self, scale: torch.Tensor | None) -> LogitGrads:
         """Multiply all gradients of each row by a factor ``[B]``; None is 1."""
@@ -353,3 +343,18 @@ def _kernel_errors(device: torch.device, dtype: torch.dtype, *, scaled: bool, wi
         if own is not None and true is not None:
             found[name] = worst_row(own[:, None], true[:, None])
     return found
+
+
+def log1mexp(values: torch.Tensor) -> torch.Tensor:
+    """Return ``log(1 - exp(x))``, ``[...]`` (Maechler, "Accurately Computing log(1 - exp(-|a|))", 2012).
+
+    At 0 and above (a certain token, or rounding), the result is that of the last number below 0.
+    """
+    below = values.clamp(max=-torch.finfo(values.dtype).tiny)
+    near = below > -0.6931471805599453
+    # Either branch is given numbers that keep the other one's gradient finite.
+    return torch.where(
+        near,
+        torch.log(-torch.expm1(torch.where(near, below, -1.0))),
+        torch.log1p(-torch.exp(torch.where(near, -1.0, below))),
+    )

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from mcore_prefix_tree.logprob.edges import ROWS, slices, wide
+from mcore_prefix_tree.logprob.edges import ROWS, mask_padding_, slices, wide
 from mcore_prefix_tree.logprob.softmax import RowSums, over_ranks, softmax_sums
-from mcore_prefix_tree.logprob.vocab_padding import mask_padding_
 
 
 @torch.no_grad()

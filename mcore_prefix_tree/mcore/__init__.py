@@ -18,14 +18,13 @@ from mcore_prefix_tree.mcore.packed import (  # noqa: E402
 from mcore_prefix_tree.mcore.seam import native_backends  # noqa: E402
 from mcore_prefix_tree.mcore.seam.layer_specs import local_layer_spec, te_layer_spec, with_prefix_tree  # noqa: E402
 from mcore_prefix_tree.mcore.seam.multi_token import with_multi_token  # noqa: E402
-from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head  # noqa: E402
+from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head, with_vocab_size  # noqa: E402
 from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams  # noqa: E402
 from mcore_prefix_tree.mcore.seam.scalar_output_layer import with_scalar_head  # noqa: E402
 from mcore_prefix_tree.mcore.seam.tree_layers import follow_trees  # noqa: E402
-from mcore_prefix_tree.mcore.seam.vocab_size import with_vocab_size  # noqa: E402
 
 if TYPE_CHECKING:
-    from mcore_prefix_tree.cpu.launcher import single_process
+    from mcore_prefix_tree.cpu.emulation import single_process
     from mcore_prefix_tree.logprob import restore
     from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
     from mcore_prefix_tree.mcore.outputs import Logprobs, Values
@@ -63,7 +62,7 @@ _HOMES = {
     "Values": "mcore.outputs",
     "plan_step": "plan",
     "restore": "logprob",
-    "single_process": "cpu.launcher",
+    "single_process": "cpu.emulation",
     "tree_forward": "mcore.engine.forward_step",
 }
 

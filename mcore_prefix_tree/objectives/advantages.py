@@ -76,18 +76,13 @@ Alone = Literal["error", "zero"]
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageEstimator:
-    """Inputs of an advantage; its computation, its checks and the assignment of samples to steps follow from them.
+    """Inputs of an advantage; its computation, its checks and the assignment of samples to steps follow from them."""
 
-    Attributes:
-        reads: field of ``Signals`` that makes it; ``values`` is for GAE, which reads ``reward`` too.
-        baseline: baseline subtracted from a reward: the mean of its ``group``, or of the group's ``others`` without its
-            own rollout's.
-        deviation: scope of the (unbiased) standard deviation that divides the difference: its ``group``, or all rewards
-            of the ``step``.
-    """
-
+    # Field of Signals that makes it; values is for GAE, which reads reward too.
     reads: Literal["advantage", "reward", "values"] = "reward"
+    # Baseline subtracted from a reward: the mean of its group, or of the group's others without its own rollout's.
     baseline: Literal["group", "others"] | None = None
+    # Scope of the (unbiased) standard deviation that divides the difference: its group, or all rewards of the step.
     deviation: Literal["group", "step"] | None = None
 
     def __post_init__(self) -> None:
@@ -126,24 +121,15 @@ Advantage = Annotated[str, known_name(ADVANTAGES)]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rewards:
-    """The rewards of a step, each counted once however many samples its rollout was cut into.
-
-    Attributes:
-        value: float64 ``[W]``, less a penalty of the tokens that earned it.
-        rollout: int64 ``[W]``.
-        cu_turns: int64 ``[R + 1]``; rollout r has the rewards ``cu_turns[r]:cu_turns[r + 1]``.
-        group: int64 ``[R]``.
-        first_sample: int64 ``[R]``, a sample of each rollout, for messages, as ``setting`` is.
-        of_token: int64 ``[K]``, the first reward that a scored token can have earned.
-    """
+    """The rewards of a step, each counted once however many samples its rollout was cut into."""
 
     setting: str
-    value: Float64Array
-    rollout: Int64Array
-    cu_turns: Int64Array
-    group: Int64Array
-    first_sample: Int64Array
-    of_token: Int64Array
+    value: Float64Array  # float64 [W], less a penalty of the tokens that earned it
+    rollout: Int64Array  # int64 [W]
+    cu_turns: Int64Array  # int64 [R + 1]; rollout r has the rewards cu_turns[r]:cu_turns[r + 1]
+    group: Int64Array  # int64 [R]
+    first_sample: Int64Array  # int64 [R], a sample of each rollout, for messages, as setting is
+    of_token: Int64Array  # int64 [K], the first reward that a scored token can have earned
 
     @classmethod
     def of(cls, scored: ScoredTokens, *, setting: str, grouped: bool, penalty: Float64Array | None = None) -> Rewards:

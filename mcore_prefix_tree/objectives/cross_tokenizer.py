@@ -137,19 +137,13 @@ class CrossTokenizer(Objective):
 
 @plain_dataclass(frozen=True, kw_only=True, eq=False)
 class BoundCrossTokenizer(Objective):
-    """A distillation from teachers with another tokenizer; raises ValueError if they do not fit the settings.
-
-    Attributes:
-        sharing: common prefixes that the teachers' layouts share.
-        pad_to_multiple_of: number whose multiples these layouts' sizes are padded to.
-        block_rows: largest number of predictors of a block; None bounds its logits.
-    """
+    """A distillation from teachers with another tokenizer; raises ValueError if they do not fit the settings."""
 
     settings: CrossTokenizer
     sides: tuple[TeacherSide, ...]
-    sharing: Sharing = SHARE_ALL
-    pad_to_multiple_of: int = 1
-    block_rows: int | None = None
+    sharing: Sharing = SHARE_ALL  # common prefixes that the teachers' layouts share
+    pad_to_multiple_of: int = 1  # number whose multiples these layouts' sizes are padded to
+    block_rows: int | None = None  # largest number of predictors of a block; None bounds its logits
     output: ClassVar[Output] = "chunks"
 
     def __post_init__(self) -> None:

@@ -52,58 +52,36 @@ class TeacherSide:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FoldedTeacher:
-    """A teacher's samples of whole samples of the student's, which may be a tree in several micro-batches.
+    """A teacher's samples of whole samples of the student's, which may be a tree in several micro-batches."""
 
-    Attributes:
-        layout: layout of the teacher's samples.
-        rows: int64 ``[R]``, the predictors of its scored tokens, ascending, at which a model answers.
-        chunks: chunks of both layouts, in order.
-        per_chunk: see :class:`TaughtChunks`.
-        exported: rows that the samples bring; None if its model is run.
-    """
-
-    layout: FlatLayout
-    rows: Int64Array
-    chunks: Chunks
-    per_chunk: float
-    exported: Labelled | None
+    layout: FlatLayout  # layout of the teacher's samples
+    rows: Int64Array  # int64 [R], the predictors of its scored tokens, ascending, at which a model answers
+    chunks: Chunks  # chunks of both layouts, in order
+    per_chunk: float  # see TaughtChunks
+    exported: Labelled | None  # rows that the samples bring; None if its model is run
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TaughtChunks:
-    """The chunks that a micro-batch has with one teacher.
+    """The chunks that a micro-batch has with one teacher."""
 
-    Attributes:
-        layout: layout of the teacher's samples, the same object for all parts of a tree.
-        weight: float64 ``[C]``, weight of each chunk, in the order of the blocks.
-        multiplicity: float64 ``[C]``, number of samples that have it.
-        first_sample: int64 ``[C]``, the first of them in the micro-batch, for messages.
-        per_chunk: the step's divisor over its chunks, which makes the weighted sum a mean over chunks.
-        known: the teacher's rows that the blocks read, if the samples have them; None if its model is run.
-    """
-
-    layout: FlatLayout
+    layout: FlatLayout  # layout of the teacher's samples, the same object for all parts of a tree
     blocks: tuple[Block, ...]
-    weight: torch.Tensor
-    multiplicity: torch.Tensor
-    first_sample: torch.Tensor
-    per_chunk: float
+    weight: torch.Tensor  # float64 [C], weight of each chunk, in the order of the blocks
+    multiplicity: torch.Tensor  # float64 [C], number of samples that have it
+    first_sample: torch.Tensor  # int64 [C], the first of them in the micro-batch, for messages
+    per_chunk: float  # the step's divisor over its chunks, which makes the weighted sum a mean over chunks
+    # The teacher's rows that the blocks read, if the samples have them; None if its model is run.
     known: KnownRows | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ChunkRows(LossRows):
-    """Inputs of the loss of a micro-batch, on the device.
+    """Inputs of the loss of a micro-batch, on the device."""
 
-    Attributes:
-        edges: edges of the student's scored tokens; their predictors are the student's rows.
-        token_weight: float64 ``[E]``, the masks of all samples that score each, added up.
-        taught: chunks taught by each teacher.
-    """
-
-    edges: Edges
-    token_weight: torch.Tensor
-    taught: tuple[TaughtChunks, ...]
+    edges: Edges  # edges of the student's scored tokens; their predictors are the student's rows
+    token_weight: torch.Tensor  # float64 [E], the masks of all samples that score each, added up
+    taught: tuple[TaughtChunks, ...]  # chunks taught by each teacher
 
     def scored(self, edges: Edges) -> Edges:
         """Return the edges of the scored tokens."""

@@ -33,9 +33,8 @@ from pydantic.dataclasses import dataclass
 
 from mcore_prefix_tree.layout import FlatLayout
 from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample, weighted_mean
-from mcore_prefix_tree.objectives.normalise import By, normalise
 from mcore_prefix_tree.objectives.objective import STRICT, Output, SecondModels, SummedObjective, refuse_unused
-from mcore_prefix_tree.objectives.scored import Int64Array, ScoredTokens, refuse_sampling_masks
+from mcore_prefix_tree.objectives.scored import By, Int64Array, ScoredTokens, normalise, refuse_sampling_masks
 from mcore_prefix_tree.objectives.scored_rows import LossRows, Targets
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.signals import SampleError
@@ -49,23 +48,14 @@ if TYPE_CHECKING:
 
 @plain_dataclass(frozen=True, kw_only=True, eq=False)
 class TeacherRows(LossRows):
-    """The unique predictors of a micro-batch's scored tokens, on the device.
+    """The unique predictors of a micro-batch's scored tokens, on the device."""
 
-    Attributes:
-        predictor: int64 ``[R]``, flat indices, ascending.
-        weight: float64 ``[R]``, the weights of all scored tokens that each predicts, added up.
-        multiplicity: float64 ``[R]``, number of those tokens.
-        first_sample: int64 ``[R]``, the first sample of the micro-batch that scores one, for messages.
-        logprobs: float32 ``[R, k]``, the teacher's log-probabilities; k is 0 if its logits are read instead.
-        edges: edges from the predictors to the teacher's tokens, row by row.
-    """
-
-    predictor: torch.Tensor
-    weight: torch.Tensor
-    multiplicity: torch.Tensor
-    first_sample: torch.Tensor
-    logprobs: torch.Tensor
-    edges: Edges
+    predictor: torch.Tensor  # int64 [R], flat indices, ascending
+    weight: torch.Tensor  # float64 [R], the weights of all scored tokens that each predicts, added up
+    multiplicity: torch.Tensor  # float64 [R], number of those tokens
+    first_sample: torch.Tensor  # int64 [R], the first sample of the micro-batch that scores one, for messages
+    logprobs: torch.Tensor  # float32 [R, k], the teacher's log-probabilities; k is 0 if its logits are read instead
+    edges: Edges  # edges from the predictors to the teacher's tokens, row by row
 
     def scored(self, edges: Edges) -> Edges:
         """Return the edges to the teacher's tokens in place of the layout's own."""
@@ -81,7 +71,7 @@ class Distillation(SummedObjective):
         jsd_beta: b of ``jsd``; towards 0 the divergence is b times the forward, towards 1 it is 1 - b times the reverse
             KL.
         teacher: source of the teacher's distributions.
-        normalise: unit that the mean is over; see :func:`~mcore_prefix_tree.objectives.normalise.normalise`.
+        normalise: unit that the mean is over; see :func:`~mcore_prefix_tree.objectives.scored.normalise`.
     """
 
     divergence: Divergence = "forward_kl"
@@ -222,7 +212,7 @@ def _unique_rows(predictor: Int64Array, token_ids: np.ndarray, logprobs: np.ndar
 
 def _with_rest(logprobs: torch.Tensor) -> torch.Tensor:
     """Append the remaining probability to ``[R, k]``, at least the dtype's epsilon; no gradient below it."""
-    from mcore_prefix_tree.logprob.log1mexp import log1mexp
+    from mcore_prefix_tree.logprob.softmax import log1mexp
 
     together = torch.logsumexp(logprobs, dim=1, keepdim=True).clamp(max=-torch.finfo(logprobs.dtype).eps)
     return torch.cat([logprobs, log1mexp(together)], dim=1)

@@ -18,18 +18,13 @@ NO_SAMPLE = 2**62
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LossOutput:
-    """Loss of one micro-batch.
+    """Loss of one micro-batch."""
 
-    Attributes:
-        loss: scalar, the weighted sum; the step divides it by its divisor.
-        metrics: additive means, detached.
-        bad_sample: int64 scalar tensor, the first sample of the micro-batch for which the model's output is NaN or
-            infinite, or NO_SAMPLE. Read it once per step: that waits for the device. None for a weighted sum, which
-            does not read single samples.
-    """
-
-    loss: torch.Tensor
-    metrics: Means = field(default_factory=dict)
+    loss: torch.Tensor  # scalar, the weighted sum; the step divides it by its divisor
+    metrics: Means = field(default_factory=dict)  # additive means, detached
+    # int64 scalar tensor, the first sample of the micro-batch for which the model's output is NaN or infinite, or
+    # NO_SAMPLE. Read it once per step: that waits for the device. None for a weighted sum, which does not read single
+    # samples.
     bad_sample: torch.Tensor | None = None
 
 

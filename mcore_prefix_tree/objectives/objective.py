@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from mcore_prefix_tree.layout import FlatLayout
 from mcore_prefix_tree.objectives.metrics import LossOutput
-from mcore_prefix_tree.objectives.normalise import By, counted_as_one
+from mcore_prefix_tree.objectives.scored import By, counted_as_one
 from mcore_prefix_tree.objectives.scored_rows import LossRows, Targets, Terms
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.signals import GroupedBy
@@ -54,32 +54,20 @@ Output = Literal["weighted_sum", "logprobs", "values", "divergences", "chunks"]
 
 @dataclass(frozen=True, kw_only=True)
 class SecondModels:
-    """Teachers that an objective learns from.
+    """Teachers that an objective learns from."""
 
-    Attributes:
-        asked: whether each step runs their models; if not, the samples bring their rows.
-        same_vocabulary: whether the teacher has the student's vocabulary; if not, each has a separate tokenizer.
-    """
-
-    asked: bool
-    same_vocabulary: bool
+    asked: bool  # whether each step runs their models; if not, the samples bring their rows
+    same_vocabulary: bool  # whether the teacher has the student's vocabulary; if not, each has a separate tokenizer
 
 
 class Objective(Protocol):
-    """Loss that a recipe's samples are trained with. Subclasses change the defaults.
+    """Loss that a recipe's samples are trained with. Subclasses change the defaults."""
 
-    Attributes:
-        has_scalar_head: whether the model ends in a scalar head, whose values the loss reads.
-        reports_entropy: whether to report the entropy, also if the loss does not read it.
-        starts_from_policy: whether training starts from a policy that somebody trained before.
-        scored_as: field of the samples that ``score`` writes with a model of this objective.
-        remedies: for fields that samples may lack, by name, a way out other than a command that writes them.
-    """
-
-    has_scalar_head: ClassVar[bool] = False
-    reports_entropy: ClassVar[bool] = False
-    starts_from_policy: ClassVar[bool] = False
-    scored_as: ClassVar[str] = "old_logprobs"
+    has_scalar_head: ClassVar[bool] = False  # whether the model ends in a scalar head, whose values the loss reads
+    reports_entropy: ClassVar[bool] = False  # whether to report the entropy, also if the loss does not read it
+    starts_from_policy: ClassVar[bool] = False  # whether training starts from a policy that somebody trained before
+    scored_as: ClassVar[str] = "old_logprobs"  # field of the samples that score writes with a model of this objective
+    # For fields that samples may lack, by name, a way out other than a command that writes them.
     remedies: ClassVar[Mapping[str, str]] = {}
 
     @property

@@ -42,16 +42,10 @@ from mcore_prefix_tree.objectives.advantages import (
     token_rewards,
     whiten,
 )
-from mcore_prefix_tree.objectives.kl import (
-    LOG_RATIO_LIMIT,
-    KLEstimator,
-    KLPenalty,
-    kl_estimate,
-)
+from mcore_prefix_tree.objectives.kl import LOG_RATIO_LIMIT, KLEstimator, KLPenalty, kl_estimate
 from mcore_prefix_tree.objectives.metrics import LossOutput, Means, first_bad_sample, weighted_mean
-from mcore_prefix_tree.objectives.normalise import By, counted_as_one, normalise
 from mcore_prefix_tree.objectives.objective import STRICT, TokenObjective, refuse_unused
-from mcore_prefix_tree.objectives.scored import Float64Array, ScoredTokens, rollout_keys
+from mcore_prefix_tree.objectives.scored import By, Float64Array, ScoredTokens, counted_as_one, normalise, rollout_keys
 from mcore_prefix_tree.objectives.scored_rows import Rows, Targets, Terms
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.signals import GroupedBy
@@ -125,7 +119,7 @@ class PolicyGradient(TokenObjective):
         kl_importance: ratio that multiplies the estimator in the loss: that of the ``token``, or that of its entire
             ``sequence``, exp of the mean of log pi - log old; the ratio is differentiated too, also with on_policy.
         entropy_coef: coefficient of the entropy of the distribution that each token is drawn from.
-        normalise: unit that the mean is over; see :func:`~mcore_prefix_tree.objectives.normalise.normalise`.
+        normalise: unit that the mean is over; see :func:`~mcore_prefix_tree.objectives.scored.normalise`.
         normalise_length: constant of ``sample_sum``.
         filter_groups: whether to leave groups of equal rewards, whose advantages are 0, out of the loss: out of its
             divisor, and out of its divergence and entropy.

@@ -140,7 +140,7 @@ class Preference(TokenObjective):
         if self.link == "hinge":
             return F.relu(1 - self.beta * difference)
         if self.link == "odds_ratio":
-            from mcore_prefix_tree.logprob.log1mexp import log1mexp
+            from mcore_prefix_tree.logprob.softmax import log1mexp
 
             return -self.beta * F.logsigmoid(difference - log1mexp(chosen) + log1mexp(rejected))
         logits = self.beta * difference - self.gamma

@@ -15,10 +15,9 @@ from pydantic.dataclasses import dataclass
 from mcore_prefix_tree.objectives.advantages import gae, token_rewards
 from mcore_prefix_tree.objectives.kl import KLEstimator, KLPenalty
 from mcore_prefix_tree.objectives.metrics import LossOutput, Means, first_bad_sample, weighted_mean
-from mcore_prefix_tree.objectives.normalise import By, normalise
 from mcore_prefix_tree.objectives.objective import STRICT, SummedObjective, TokenObjective, refuse_unused
 from mcore_prefix_tree.objectives.preference import find_pairs, reward_means
-from mcore_prefix_tree.objectives.scored import ScoredTokens, refuse_routes
+from mcore_prefix_tree.objectives.scored import By, ScoredTokens, normalise, refuse_routes
 from mcore_prefix_tree.objectives.scored_rows import Rows, Targets
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.signals import GroupedBy
@@ -44,7 +43,7 @@ class Critic(SummedObjective):
         kl_coef: coefficient of the divergence from the reference policy that is subtracted from the rewards, for
             ``gae``: that of the policy which this critic advises, if it has ``kl_in=reward``.
         kl_estimator: estimator of that divergence, likewise; see :mod:`mcore_prefix_tree.objectives.kl`.
-        normalise: unit that the mean is over; see :func:`~mcore_prefix_tree.objectives.normalise.normalise`.
+        normalise: unit that the mean is over; see :func:`~mcore_prefix_tree.objectives.scored.normalise`.
     """
 
     clip_eps: PositiveFloat | None = 0.2

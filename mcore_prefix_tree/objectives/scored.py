@@ -1,4 +1,11 @@
-"""The scored tokens of a step's samples as columns, for computations on the host before a step runs.
+"""The scored tokens of a step's samples as columns, for computations on the host before a step runs; and their weights.
+
+A step's loss is ``sum over scored tokens of weight * loss / divisor``. The weights are set on the host from all samples
+of the step, and the divisor is an integer that every sample adds its part to. So a micro-batch returns the sum of its
+own tokens and of its own samples' parts, however the step is cut; Megatron-Core adds both up over micro-batches and
+data-parallel ranks and divides once, as it does by the number of tokens (``calculate_per_token_loss=True``).
+
+The loss mask multiplies a token's loss; it does not change the divisor, which counts tokens with a mask that is not 0.
 
 Legend: S samples of the step, K scored tokens of all of them, sample after sample.
 """
@@ -8,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -62,21 +69,13 @@ def numbered(keys: Sequence[Hashable]) -> Int64Array:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScoredTokens:
-    """Every token with a predictor and a loss mask that is not zero.
+    """Every token with a predictor and a loss mask that is not zero."""
 
-    Attributes:
-        samples: samples of the entire step, all micro-batches and ranks.
-        position: int64 ``[K]``, index of each token in its own sample.
-        sample: int64 ``[K]``, sample that each token belongs to.
-        cu_lens: int64 ``[S + 1]``, sample s has the entries ``cu_lens[s]:cu_lens[s + 1]``.
-        mask: float64 ``[K]``, loss mask of each token.
-    """
-
-    samples: Sequence[Sample]
-    position: Int64Array
-    sample: Int64Array
-    cu_lens: Int64Array
-    mask: Float64Array
+    samples: Sequence[Sample]  # samples of the entire step, all micro-batches and ranks
+    position: Int64Array  # int64 [K], index of each token in its own sample
+    sample: Int64Array  # int64 [K], sample that each token belongs to
+    cu_lens: Int64Array  # int64 [S + 1], sample s has the entries cu_lens[s]:cu_lens[s + 1]
+    mask: Float64Array  # float64 [K], loss mask of each token
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> ScoredTokens:
@@ -144,3 +143,65 @@ class ScoredTokens:
         if value is None:
             raise MissingSignalError(f"{sample.source}: field '{name}' is missing, and {setting} needs it", name)
         return value
+
+
+# Means over units of several samples, which all have to be in one step.
+Unit = Literal["rollout", "group"]
+By = Literal["token", "sample", "sample_sum", Unit]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Normalised:
+    """Weight of each scored token's loss, float64 ``[K]``, and each sample's part of the divisor, int64 ``[S]``."""
+
+    weight: Float64Array
+    count: Int64Array
+
+    def without(self, scored: ScoredTokens, left_out: npt.NDArray[np.bool_]) -> Normalised:
+        """Leave whole samples and units out, of which ``left_out``, bool ``[K]``, has the tokens."""
+        count = self.count.copy()
+        count[scored.sample[left_out]] = 0
+        return Normalised(weight=np.where(left_out, 0.0, self.weight), count=count)
+
+
+def counted_as_one(by: By) -> Unit | None:
+    """Return the unit that a normaliser counts once however many samples it has, or None if it counts samples."""
+    return next((unit for unit in get_args(Unit) if unit == by), None)
+
+
+def normalise(scored: ScoredTokens, by: By, *, length: float | None = None) -> Normalised:
+    """Weigh the scored tokens of a step.
+
+    Args:
+        by: ``token``: the mean over all tokens (verl's ``token-mean``). ``sample``: the mean over samples of the mean
+            over each one's tokens (GRPO; ``seq-mean-token-mean``). ``rollout``: the mean over rollouts of the mean over
+            all tokens of each, the same whether its turns are one sample or many; a sample without ``rollout`` is a
+            separate rollout. ``group``: the mean over groups of the mean over all tokens of each. ``sample_sum``: the
+            mean over samples of the sum over each one's tokens (``seq-mean-token-sum``), divided by ``length`` if that
+            is given (Dr. GRPO, TRL's ``dr_grpo``, ``seq-mean-token-sum-norm``; after verl 0.9.1 that divides by its
+            length and not by the number of samples). Samples, rollouts and groups without a scored token do not count.
+        length: the constant of ``sample_sum``, usually the longest completion allowed; 1 by default.
+
+    Raises:
+        SampleError: ``by`` is ``group``, and a sample has none.
+    """
+    lens = scored.lens
+    has_tokens = (lens > 0).astype(np.int64)
+    if by == "token":
+        return Normalised(weight=scored.mask, count=lens)
+    if by == "sample":
+        return Normalised(weight=scored.mask / lens[scored.sample], count=has_tokens)
+    if by == "sample_sum":
+        return Normalised(weight=scored.mask / (length or 1.0), count=has_tokens)
+    counted = np.flatnonzero(lens)
+    if by == "rollout":
+        of_all = rollout_keys(scored.samples)
+        keys = [of_all[index] for index in counted.tolist()]
+    else:
+        keys = [scored.required(index, "group", "normalise=group") for index in counted.tolist()]
+    unit = np.full(len(lens), -1, dtype=np.int64)
+    unit[counted] = numbered(keys)
+    per_unit = np.bincount(unit[scored.sample])
+    count = np.zeros_like(lens)
+    count[counted[np.unique(unit[counted], return_index=True)[1]]] = 1  # with its first sample
+    return Normalised(weight=scored.mask / per_unit[unit[scored.sample]], count=count)

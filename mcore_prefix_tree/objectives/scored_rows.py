@@ -36,17 +36,12 @@ Terms = Literal["row", "sample", "pair"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LossRows:
-    """Inputs of a loss of one micro-batch.
+    """Inputs of a loss of one micro-batch."""
 
-    Attributes:
-        count: the micro-batch's part of the step's divisor.
-        vocab_size: V of the model, without padding; the forward step fills it in.
-        above: int64 ``[m]`` on the host, ascending: tokens of a chunk's stack, by their places in it, whose hidden
-            states the loss reads; None for a loss that never reads any.
-    """
-
-    count: int
-    vocab_size: int | None = None
+    count: int  # the micro-batch's part of the step's divisor
+    vocab_size: int | None = None  # V of the model, without padding; the forward step fills it in
+    # int64 [m] on the host, ascending: tokens of a chunk's stack, by their places in it, whose hidden states the loss
+    # reads; None for a loss that never reads any.
     above: Int64Array | None = None
 
     def scored(self, edges: Edges) -> Edges:
@@ -64,36 +59,24 @@ class LossRows:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rows(LossRows):
-    """The scored tokens of a micro-batch.
+    """The scored tokens of a micro-batch."""
 
-    Attributes:
-        token: int64 tensor ``[K]``, place of the log-probability of each: its flat index, or P + m for kept edge m.
-        predictor: int64 ``[K]``, place of the entropy, or the value, of its prediction: the flat index of the token
-            that predicts it, or P + m.
-        sample: int64 ``[K]``, sample of the micro-batch that it belongs to.
-        weight: float64 ``[K]``, weight of its loss; see :mod:`mcore_prefix_tree.objectives.normalise`.
-        lens: float64 ``[S]``, scored tokens of each sample.
-        last: int64 ``[S]``, flat index of each sample's last token.
-        columns: ``[K]`` each, other values that the objective reads per token, by name.
-        sample_columns: ``[S]`` each, values that it reads per sample.
-        pairs: int64 ``[Q, 2]``, the chosen and the rejected sample of each pair.
-        unit: int64 ``[K]``, unit that the token is read with: its sample, or the one that ``Targets`` names.
-        num_units: number of units.
-        read_by_units: on the host, int64 ``[K]`` each: a scored token's predictor, and the pair or unit that reads it;
-            None if these are the samples.
-    """
-
+    # int64 tensor [K], place of the log-probability of each: its flat index, or P + m for kept edge m.
     token: torch.Tensor
+    # int64 [K], place of the entropy, or the value, of its prediction: the flat index of the token that predicts it, or
+    # P + m.
     predictor: torch.Tensor
-    sample: torch.Tensor
-    weight: torch.Tensor
-    lens: torch.Tensor
-    last: torch.Tensor
-    columns: Mapping[str, torch.Tensor]
-    sample_columns: Mapping[str, torch.Tensor]
-    pairs: torch.Tensor
-    unit: torch.Tensor
-    num_units: int
+    sample: torch.Tensor  # int64 [K], sample of the micro-batch that it belongs to
+    weight: torch.Tensor  # float64 [K], weight of its loss; see mcore_prefix_tree.objectives.scored
+    lens: torch.Tensor  # float64 [S], scored tokens of each sample
+    last: torch.Tensor  # int64 [S], flat index of each sample's last token
+    columns: Mapping[str, torch.Tensor]  # [K] each, other values that the objective reads per token, by name
+    sample_columns: Mapping[str, torch.Tensor]  # [S] each, values that it reads per sample
+    pairs: torch.Tensor  # int64 [Q, 2], the chosen and the rejected sample of each pair
+    unit: torch.Tensor  # int64 [K], unit that the token is read with: its sample, or the one that Targets names
+    num_units: int  # number of units
+    # On the host, int64 [K] each: a scored token's predictor, and the pair or unit that reads it; None if these are the
+    # samples.
     read_by_units: tuple[Int64Array, Int64Array] | None = None
 
     def scored(self, edges: Edges) -> Edges:
@@ -115,25 +98,18 @@ class Rows(LossRows):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Targets:
-    """Inputs of a step's losses other than the model's output, made on the host once for all micro-batches.
-
-    Attributes:
-        weight: float64 ``[K]``, as in ``Rows``.
-        count: int64 ``[S]``, each sample's part of the divisor.
-        columns: ``[K]`` each, by name.
-        sample_columns: ``[S]`` each, by name.
-        unit: int64 ``[K]``, equal for tokens whose unit the loss reads, for example a rollout; None if it is a sample.
-        pairs: int64 ``[Q, 2]``, indices of samples.
-        metrics: metrics known before the step runs, as (sum, weight).
-    """
+    """Inputs of a step's losses other than the model's output, made on the host once for all micro-batches."""
 
     scored: ScoredTokens
-    weight: Float64Array
-    count: Int64Array
-    columns: Mapping[str, FloatColumn] = field(default_factory=dict)
-    sample_columns: Mapping[str, npt.NDArray[np.generic]] = field(default_factory=dict)
+    weight: Float64Array  # float64 [K], as in Rows
+    count: Int64Array  # int64 [S], each sample's part of the divisor
+    columns: Mapping[str, FloatColumn] = field(default_factory=dict)  # [K] each, by name
+    sample_columns: Mapping[str, npt.NDArray[np.generic]] = field(default_factory=dict)  # [S] each, by name
+    # int64 [K], equal for tokens whose unit the loss reads, for example a rollout; None if it is a sample.
     unit: Int64Array | None = None
+    # int64 [Q, 2], indices of samples.
     pairs: Int64Array = field(default_factory=lambda: np.empty((0, 2), dtype=np.int64))
+    # Metrics known before the step runs, as (sum, weight).
     metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     _by_place: MutableMapping[FlatLayout, list[Int64Array]] = field(
         default_factory=WeakKeyDictionary, init=False, repr=False

@@ -8,9 +8,8 @@ from pydantic import PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample, weighted_mean
-from mcore_prefix_tree.objectives.normalise import By, normalise
 from mcore_prefix_tree.objectives.objective import STRICT, Output, SummedObjective, refuse_unused
-from mcore_prefix_tree.objectives.scored import ScoredTokens
+from mcore_prefix_tree.objectives.scored import By, ScoredTokens, normalise
 from mcore_prefix_tree.objectives.scored_rows import Rows, Targets
 from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.utils.lazy_torch import torch
@@ -33,7 +32,7 @@ class SupervisedFineTuning(SummedObjective):
     """``- sum_t w_t log p_t`` with the loss mask as weight.
 
     Attributes:
-        normalise: unit that the mean is over; see :func:`~mcore_prefix_tree.objectives.normalise.normalise`.
+        normalise: unit that the mean is over; see :func:`~mcore_prefix_tree.objectives.scored.normalise`.
         normalise_length: constant of ``sample_sum``.
     """
 

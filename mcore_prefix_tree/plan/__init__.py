@@ -15,10 +15,8 @@ from mcore_prefix_tree.plan.plan_report import (
     report_plan,
     report_steps,
 )
-from mcore_prefix_tree.plan.prefetch import Ahead
 
 __all__ = [
-    "Ahead",
     "Bound",
     "BudgetError",
     "Carrying",

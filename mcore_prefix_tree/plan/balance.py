@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mcore_prefix_tree.plan.cost import CostModel
-from mcore_prefix_tree.plan.cuts import Run, fewest_runs, least_repeating_runs, longest_runs, reach, reach_of_several
+from mcore_prefix_tree.plan.cuts import Run, fewest_runs, least_repeating_runs, longest_runs, reach
 from mcore_prefix_tree.plan.pack import EMPTY, Leaves, SubtreePlacer, deal
 from mcore_prefix_tree.trie import Trie, trie_from_order
 
@@ -110,7 +110,6 @@ def balance(
     least -= cost_model.units_of_micro_batch * micro_batches  # which every plan has
     search = _Search(leaves, cost_model, dp_size, micro_batches, max_tokens, least, bubble)
     search.even_runs()
-    search.even_ranks()
     search.least_repeating_runs()
     search.whole_trees()
     return search.best
@@ -183,8 +182,8 @@ class _Search:
         self.makespan = -1
         self.context = self.cost_model.units_of_path(self.leaves.context)
         self.fresh = self.leaves.fresh_units(self.cost_model)
-        saved = self.leaves.saved_tokens(self.cost_model)
-        self.token_reach = reach(saved, self.leaves.length - saved, self.max_tokens)
+        self.saved = self.leaves.saved_tokens(self.cost_model)
+        self.fresh_tokens = self.leaves.length - self.saved
 
     def done(self) -> bool:
         # The largest micro-batch is no smaller than the average one.
@@ -202,27 +201,18 @@ class _Search:
 
     def even_runs(self) -> None:
         """Try D * K runs of the order, the most expensive as cheap as it can be."""
-        runs = _cheapest_runs(self.context, self.fresh, self.dp_size * self.micro_batches, self.token_reach)
+        furthest = reach(self.saved, self.fresh_tokens, self.max_tokens)
+        runs = _cheapest_runs(self.context, self.fresh, self.dp_size * self.micro_batches, furthest)
         assert runs is not None, "the caller has made sure that the fewest runs are few enough"
         self.deal([np.arange(*run) for run in runs])
-
-    def even_ranks(self) -> None:
-        """Try D runs of the order, the most expensive as cheap as it can be, each cut under the budget."""
-        if self.done() or self.dp_size == 1 or self.micro_batches == 1:
-            return
-        furthest = reach_of_several(self.token_reach, self.micro_batches)
-        runs = _cheapest_runs(self.context, self.fresh, self.dp_size, furthest)
-        if runs is not None:
-            ranks = [np.arange(*run) for run in runs]
-            self.consider_ranks(ranks + [np.arange(0)] * (self.dp_size - len(ranks)))
 
     def least_repeating_runs(self) -> None:
         """Try cuts that repeat the least. A single rank's cost is the sum, which this makes as small as runs can."""
         if self.done() or self.micro_batches == 1:
             return
-        runs = self.runs_within(self.leaves, self.context, self.dp_size * self.micro_batches)
-        assert runs is not None, "the caller has made sure that the fewest runs are few enough"
-        self.deal([np.arange(*run) for run in runs])
+        count, room = self.dp_size * self.micro_batches, (self.fresh_tokens, self.max_tokens)
+        runs = least_repeating_runs(self.saved, *room, repeats=self.context)
+        self.deal([np.arange(*run) for run in (runs if len(runs) <= count else fewest_runs(self.saved, *room))])
 
     def whole_trees(self) -> None:
         """Try complete trees in the ranks' micro-batches, and cut those that none can hold."""
@@ -262,41 +252,6 @@ class _Search:
         for one in (bin_of, refined):
             bins = _members(one, self.dp_size * count)
             self.consider([bins[at : at + count] for at in range(0, len(bins), count)])
-
-    def consider_ranks(self, ranks: list[Int64Array]) -> None:
-        """Cut each rank's leaves, int64 ``[n]``, into its micro-batches, if they are enough for all of them."""
-        cut = [self.cut(chosen) for chosen in ranks]
-        within = [rank for rank in cut if rank is not None]
-        if len(within) == len(ranks):
-            self.consider(within)
-
-    def cut(self, chosen: Int64Array) -> RankBins | None:
-        """Cut a rank's leaves, int64 ``[n]``, into its micro-batches; None if they cannot hold them."""
-        own = self.leaves.some(chosen)
-        context = self.cost_model.units_of_path(own.context)
-        ways = [self.runs_within(own, context, self.micro_batches)]
-        if self.bubble:
-            fresh = own.fresh_units(self.cost_model)
-            saved = own.saved_tokens(self.cost_model)
-            furthest = reach(saved, own.length - saved, self.max_tokens)
-            ways.append(_cheapest_runs(context, fresh, self.micro_batches, furthest))
-        cuts = [
-            [chosen[start:end] for start, end in runs] + [chosen[:0]] * (self.micro_batches - len(runs))
-            for runs in ways
-            if runs is not None
-        ]
-        return min(cuts, key=self.cost_of, default=None)
-
-    def runs_within(self, leaves: Leaves, context: Int64Array, count: int) -> list[Run] | None:
-        """Return the least repeating runs under the budget if at most ``count``, else the fewest, else None; ``[L]``.
-
-        ``context`` is the cost of what a run that begins at each leaf repeats.
-        """
-        saved = leaves.saved_tokens(self.cost_model)
-        runs = least_repeating_runs(saved, leaves.length - saved, self.max_tokens, repeats=context)
-        if len(runs) > count:
-            runs = fewest_runs(saved, leaves.length - saved, self.max_tokens)
-        return runs if len(runs) <= count else None
 
     def deal(self, bins: list[Int64Array]) -> None:
         """Deal bins, int64 ``[n]`` each, to the ranks and consider the result."""

@@ -26,21 +26,16 @@ FORWARD = 1 / 3  # of the cost of a token's forward and backward
 
 
 class TreePart(NamedTuple):
-    """Part of a tree that one micro-batch runs: a chunk, or with ``forward_only`` a part of the first pass.
+    """Part of a tree that one micro-batch runs: a chunk, or with ``forward_only`` a part of the first pass."""
 
-    Attributes:
-        start, end: tokens it runs. A chunk's are flat tokens of the tree; those of a first pass are carried tokens, in
-            the order of the chunks that read them first.
-        carried: number of a chunk's tokens that later chunks read.
-        stack: number of tokens before it that it reads.
-        states: number of tokens on the path to a chunk after which a chunk begins with states of recurrent layers.
-    """
-
+    # start, end: tokens it runs. A chunk's are flat tokens of the tree; those of a first pass are carried tokens, in
+    # the order of the chunks that read them first.
     start: int
     end: int
-    carried: int
-    stack: int
+    carried: int  # number of a chunk's tokens that later chunks read
+    stack: int  # number of tokens before it that it reads
     forward_only: bool = False
+    # Number of tokens on the path to a chunk after which a chunk begins with states of recurrent layers.
     states: int = 0
 
     @property
@@ -60,37 +55,25 @@ IDLE = TreePart(0, 0, 0, 0, forward_only=True)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CarriedTree:
-    """A tree above the budget, or several that samples of one pair are in.
+    """A tree above the budget, or several that samples of one pair are in."""
 
-    Attributes:
-        samples: indices of its samples, in depth-first order.
-        chunks: its chunks, in depth-first order.
-        units: cost of its step, in the units of the cost model, passes before included.
-        has_to: whether it cannot be cut between samples: one, or some that stay together, are above the budget.
-        saves: whether it costs less in chunks than cut between samples.
-    """
-
-    samples: tuple[int, ...]
-    chunks: tuple[TreePart, ...]
-    units: int
-    has_to: bool
-    saves: bool
+    samples: tuple[int, ...]  # indices of its samples, in depth-first order
+    chunks: tuple[TreePart, ...]  # its chunks, in depth-first order
+    units: int  # cost of its step, in the units of the cost model, passes before included
+    has_to: bool  # whether it cannot be cut between samples: one, or some that stay together, are above the budget
+    saves: bool  # whether it costs less in chunks than cut between samples
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Carrying:
-    """One rank's chunks in a plan.
+    """One rank's chunks in a plan."""
 
-    Attributes:
-        runs: part of its tree that each of the rank's micro-batches runs; ``WHOLE`` for one of whole samples. To
-            train, the last chunk of a tree comes first, each behind the first pass of what it reads.
-        trains: whether it is so. Otherwise the first chunk comes first, and keeps what others read.
-        scored: places of the micro-batches that a scoring pass runs before the step, in its order, the same on all
-            ranks: each rank's chunks, from the first to the last. Empty if the loss needs none.
-    """
-
+    # Part of its tree that each of the rank's micro-batches runs; WHOLE for one of whole samples. To train, the last
+    # chunk of a tree comes first, each behind the first pass of what it reads.
     runs: tuple[TreePart, ...]
-    trains: bool = True
+    trains: bool = True  # whether it is so. Otherwise the first chunk comes first, and keeps what others read.
+    # Places of the micro-batches that a scoring pass runs before the step, in its order, the same on all ranks: each
+    # rank's chunks, from the first to the last. Empty if the loss needs none.
     scored: tuple[int, ...] = ()
 
     def trees(self, cuts: Sequence[Sequence[int]]) -> dict[tuple[int, ...], list[TreePart]]:

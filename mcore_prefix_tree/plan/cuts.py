@@ -32,15 +32,6 @@ def reach(context: Int64Array, fresh: Int64Array, budget: int) -> Int64Array:
     return at_least_one
 
 
-def reach_of_several(furthest: Int64Array, count: int) -> Int64Array:
-    """Return the reach of ``count`` runs in a row, if a single one reaches ``furthest``, int64 ``[S]``."""
-    single = np.append(furthest, len(furthest))
-    several = single
-    for _ in range(count - 1):
-        several = single[several]
-    return several[:-1]
-
-
 def longest_runs(furthest: Int64Array) -> list[Run]:
     """Return ``(start, end)`` of the longest possible runs, the fewest, from each sample's reach, int64 ``[S]``."""
     ends = furthest.tolist()

@@ -44,23 +44,14 @@ DIMENSIONS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_hea
 
 
 class Counts(NamedTuple):
-    """Tokens, pairs and predictors that a run computes, without padding.
+    """Tokens, pairs and predictors that a run computes, without padding."""
 
-    Attributes:
-        tokens: number of tokens that pass through the layers.
-        pairs: visible (query, key) pairs of a layer without a sliding window.
-        window_pairs: visible pairs of a layer with one; 0 if the model has none.
-        predictors: positions that predict a scored token, which the fused head projects.
-        unused: places in chunks of 64 tokens that no token of their segment fills.
-        chosen_pairs: pairs of a query and a key that sparse attention chooses; 0 if the model has none.
-    """
-
-    tokens: int
-    pairs: int
-    window_pairs: int
-    predictors: int
-    unused: int = 0
-    chosen_pairs: int = 0
+    tokens: int  # number of tokens that pass through the layers
+    pairs: int  # visible (query, key) pairs of a layer without a sliding window
+    window_pairs: int  # visible pairs of a layer with one; 0 if the model has none
+    predictors: int  # positions that predict a scored token, which the fused head projects
+    unused: int = 0  # places in chunks of 64 tokens that no token of their segment fills
+    chosen_pairs: int = 0  # pairs of a query and a key that sparse attention chooses; 0 if the model has none
 
     @classmethod
     def folded(cls, layouts: Iterable[FlatLayout], window: int | None = None, topk: int | None = None) -> Counts:
@@ -189,42 +180,27 @@ def _ratio(unfolded: float, folded: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelWork:
-    """FLOPs of a GPT per token, per visible pair and per position that its head projects.
+    """FLOPs of a GPT per token, per visible pair and per position that its head projects."""
 
-    Attributes:
-        token: FLOPs of a token in the matrices of all layers, forward; each of its two gradients takes as many.
-        pair: FLOPs of a visible pair in one layer; see :func:`pair_flops`.
-        layers: number of layers that attend to all visible keys.
-        window_layers: number of layers with one.
-        window: keys that a query of these sees at most, itself included; None without windows.
-        sparse_layers: number of layers of sparse attention.
-        topk: keys that a query of these attends to at most; None without them.
-        indexer_token: FLOPs of a token in the projections of all indexers, which pass no gradient to their inputs.
-        indexer_pair: FLOPs of a visible pair in all indexers. Their loss adds attention's scores, and both gradients.
-        position: FLOPs of projecting a position to the vocabulary, at each depth, forward; its two gradients are
-            counted as backward, though the fused head forms them in its forward.
-        fused_head: whether the head projects only positions that predict a scored token.
-        unused: FLOPs of a place in a chunk that no token fills, forward; 0 if no layer computes in chunks.
-        state_layers: number of layers that keep a state at branch points.
-        state_bytes: size of a branch point's states in all of these layers.
-        state_tokens: number of tokens whose activations take the memory of two such states, at least.
-    """
-
-    token: float
-    pair: Flops
-    layers: int
-    window_layers: int = 0
-    window: int | None = None
-    sparse_layers: int = 0
-    topk: int | None = None
+    token: float  # FLOPs of a token in the matrices of all layers, forward; each of its two gradients takes as many
+    pair: Flops  # FLOPs of a visible pair in one layer; see pair_flops
+    layers: int  # number of layers that attend to all visible keys
+    window_layers: int = 0  # number of layers with one
+    window: int | None = None  # keys that a query of these sees at most, itself included; None without windows
+    sparse_layers: int = 0  # number of layers of sparse attention
+    topk: int | None = None  # keys that a query of these attends to at most; None without them
+    # FLOPs of a token in the projections of all indexers, which pass no gradient to their inputs.
     indexer_token: Flops = NO_FLOPS
+    # FLOPs of a visible pair in all indexers. Their loss adds attention's scores, and both gradients.
     indexer_pair: Flops = NO_FLOPS
+    # FLOPs of projecting a position to the vocabulary, at each depth, forward; its two gradients are counted as
+    # backward, though the fused head forms them in its forward.
     position: float
-    fused_head: bool
-    unused: float = 0.0
-    state_layers: int = 0
-    state_bytes: int = 0
-    state_tokens: int = 0
+    fused_head: bool  # whether the head projects only positions that predict a scored token
+    unused: float = 0.0  # FLOPs of a place in a chunk that no token fills, forward; 0 if no layer computes in chunks
+    state_layers: int = 0  # number of layers that keep a state at branch points
+    state_bytes: int = 0  # size of a branch point's states in all of these layers
+    state_tokens: int = 0  # number of tokens whose activations take the memory of two such states, at least
 
     @classmethod
     def from_dimensions(

@@ -50,16 +50,12 @@ class Clusters:
 
     The cost of a run of clusters by ``context`` and ``fresh`` is never less than what it takes of the budget: for two
     neighbours it counts only the common tokens of their first samples once.
-
-    Attributes:
-        members: places of each cluster's samples in the depth-first order, increasing.
-        context: int64 ``[C]``, tokens of the budget that each cluster's first sample saves next to the previous one's.
-        fresh: int64 ``[C]``, what the cluster adds.
     """
 
-    members: list[Int64Array]
+    members: list[Int64Array]  # places of each cluster's samples in the depth-first order, increasing
+    # int64 [C], tokens of the budget that each cluster's first sample saves next to the previous one's.
     context: Int64Array
-    fresh: Int64Array
+    fresh: Int64Array  # int64 [C], what the cluster adds
 
     @classmethod
     def of(cls, keys: Sequence[Hashable], leaves: Leaves, cost_model: CostModel | None) -> Clusters:
@@ -181,23 +177,18 @@ def fewest_micro_batches(
 
 @dataclass(kw_only=True, eq=False)
 class _Step:
-    """Samples of a step, or some of their trees, and the budget of micro-batches; for others see :func:`plan_step`.
-
-    Attributes:
-        order: int64 ``[S]``, indices of the samples in depth-first order.
-        shared, lengths: int64 ``[S]``, tokens that each in that order shares with the one before, and its length.
-        keys: ``together`` in that order.
-    """
+    """Samples of a step, or some of their trees, and the budget of micro-batches; for others see :func:`plan_step`."""
 
     samples: Sequence[Sample]
     max_tokens: int
     dp_size: int
     multiple: int
     cost_model: CostModel | None
-    order: Int64Array
+    order: Int64Array  # int64 [S], indices of the samples in depth-first order
+    # shared, lengths: int64 [S], tokens that each in that order shares with the one before, and its length.
     shared: Int64Array
     lengths: Int64Array
-    keys: list[Hashable] | None
+    keys: list[Hashable] | None  # together in that order
 
     @classmethod
     def of(

@@ -296,16 +296,11 @@ def trained_depths(settings: Mapping[str, Any]) -> int:
 
 
 class Layers(NamedTuple):
-    """The layers of a model, and those of its depths of multi-token prediction behind them.
+    """The layers of a model, and those of its depths of multi-token prediction behind them."""
 
-    Attributes:
-        mixers: kind of each layer of a pattern; of a GPT, what each layer has beside an MLP or experts.
-        stacks: number of layers of each run that Megatron numbers from 1: the model's, and those of its depths.
-        mlps, expert_layers: number of MLPs, and of layers of experts.
-    """
-
-    mixers: list[Part]
-    stacks: list[int]
+    mixers: list[Part]  # kind of each layer of a pattern; of a GPT, what each layer has beside an MLP or experts
+    stacks: list[int]  # number of layers of each run that Megatron numbers from 1: the model's, and those of its depths
+    # mlps, expert_layers: number of MLPs, and of layers of experts.
     mlps: int
     expert_layers: int
 

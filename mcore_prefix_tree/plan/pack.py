@@ -31,21 +31,14 @@ EMPTY = 8
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Leaves:
-    """The leaves of a forest, or some of them, in depth-first order.
+    """The leaves of a forest, or some of them, in depth-first order."""
 
-    Attributes:
-        start: int64 ``[L]``, the first sample, in depth-first order, that belongs to each leaf; it ends with the leaf.
-        end: int64 ``[L]``, exclusive.
-        length: int64 ``[L]``, tokens of the leaf's path.
-        context: int64 ``[L]``, leading tokens of that path in common with the leaf before; 0 for the first.
-        scored: int64 ``[L]``, cost of scoring the samples of each leaf: see :func:`first_scored`.
-    """
-
+    # int64 [L], the first sample, in depth-first order, that belongs to each leaf; it ends with the leaf.
     start: Int64Array
-    end: Int64Array
-    length: Int64Array
-    context: Int64Array
-    scored: Int64Array
+    end: Int64Array  # int64 [L], exclusive
+    length: Int64Array  # int64 [L], tokens of the leaf's path
+    context: Int64Array  # int64 [L], leading tokens of that path in common with the leaf before; 0 for the first
+    scored: Int64Array  # int64 [L], cost of scoring the samples of each leaf: see first_scored
 
     def __len__(self) -> int:
         return len(self.length)

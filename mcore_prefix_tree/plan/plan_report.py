@@ -40,31 +40,21 @@ class MicroBatchReport:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanReport:
-    """A plan in numbers. Costs are in the unit of the cost model and ignore padding.
+    """A plan in numbers. Costs are in the unit of the cost model and ignore padding."""
 
-    Attributes:
-        ranks: micro-batches by data-parallel rank, then by micro-batch.
-        logical_tokens: sum of the sample lengths.
-        unique_tokens: unique tokens of the step; a single micro-batch without a budget would compute as many.
-        repeated_tokens: tokens that the cuts add to that: context that more than one micro-batch computes.
-        carried_tokens: tokens that run forward once more, for the chunks of trees above the budget.
-        scored_first_tokens: tokens of such trees that run forward before the step, for a loss of whole samples; the
-            costs of their chunks include it.
-        slowest, mean: cost of the most expensive rank and of the average one.
-        lower_bound: lower bound of the slowest rank's cost, over all plans.
-        bubble: pipeline bubble that the ranks' costs count, see :func:`plan_step`.
-    """
-
-    ranks: tuple[tuple[MicroBatchReport, ...], ...]
-    logical_tokens: int
-    unique_tokens: int
-    repeated_tokens: int
+    ranks: tuple[tuple[MicroBatchReport, ...], ...]  # micro-batches by data-parallel rank, then by micro-batch
+    logical_tokens: int  # sum of the sample lengths
+    unique_tokens: int  # unique tokens of the step; a single micro-batch without a budget would compute as many
+    repeated_tokens: int  # tokens that the cuts add to that: context that more than one micro-batch computes
     padding: int
+    # slowest, mean: cost of the most expensive rank and of the average one.
     slowest: float
     mean: float
-    lower_bound: float
-    bubble: float = 0.0
-    carried_tokens: int = 0
+    lower_bound: float  # lower bound of the slowest rank's cost, over all plans
+    bubble: float = 0.0  # pipeline bubble that the ranks' costs count, see plan_step
+    carried_tokens: int = 0  # tokens that run forward once more, for the chunks of trees above the budget
+    # Tokens of such trees that run forward before the step, for a loss of whole samples; the costs of their chunks
+    # include it.
     scored_first_tokens: int = 0
 
     @property

@@ -39,15 +39,11 @@ _NEUTRAL: tuple[Any, ...] = (None, False, "none", {}, [])
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterFolder:
-    """A folder that PEFT's ``save_pretrained`` wrote.
-
-    Attributes:
-        lora: rank, scale and layers of the adapter.
-        shapes: shape of each matrix, by the name of its layer's weight in the model's folder and ``A`` or ``B``.
-    """
+    """A folder that PEFT's ``save_pretrained`` wrote."""
 
     path: Path
-    lora: LoraConfig
+    lora: LoraConfig  # rank, scale and layers of the adapter
+    # Shape of each matrix, by the name of its layer's weight in the model's folder and A or B.
     shapes: Mapping[str, Sequence[int]]
 
     @staticmethod

@@ -30,7 +30,7 @@ from mcore_prefix_tree.settings.teachers import (
 )
 from mcore_prefix_tree.utils.errors import naming
 from mcore_prefix_tree.utils.inputs import local_path
-from mcore_prefix_tree.utils.launchers import is_first_rank
+from mcore_prefix_tree.utils.ranks import is_first_rank
 from mcore_prefix_tree.utils.versions import install_command
 
 # Work of a command on a recipe, which decides what is checked of it.

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from mcore_prefix_tree.settings.hf_families import COMPARED, RENAMED, TEXT_MODELS
 from mcore_prefix_tree.settings.section import collect_faults
 from mcore_prefix_tree.utils.inputs import damage_as, local_path, read_text
-from mcore_prefix_tree.utils.launchers import is_first_rank
+from mcore_prefix_tree.utils.ranks import is_first_rank
 
 logger = logging.getLogger(__name__)
 
@@ -93,23 +93,15 @@ def keep_until_changed(read: Callable[[Path], T]) -> Callable[[str | Path], T]:
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceFolder:
-    """A folder of a causal language model, or of one that ends in a scalar head.
-
-    Attributes:
-        config: content of ``config.json``; of a model of pictures and text, its text model's part.
-        files: file name of each weight.
-        dtypes: type of each weight as safetensors names it, for example ``BF16``.
-        shapes: shape of each weight.
-        has_chat_template: whether the folder holds a tokenizer with a chat template.
-        names: names in the files of the text model's weights, by those of a model of text alone, if they differ.
-    """
+    """A folder of a causal language model, or of one that ends in a scalar head."""
 
     path: Path
-    config: Mapping[str, Any]
-    files: Mapping[str, str]
-    dtypes: Mapping[str, str]
-    shapes: Mapping[str, Sequence[int]]
-    has_chat_template: bool
+    config: Mapping[str, Any]  # content of config.json; of a model of pictures and text, its text model's part
+    files: Mapping[str, str]  # file name of each weight
+    dtypes: Mapping[str, str]  # type of each weight as safetensors names it, for example BF16
+    shapes: Mapping[str, Sequence[int]]  # shape of each weight
+    has_chat_template: bool  # whether the folder holds a tokenizer with a chat template
+    # Names in the files of the text model's weights, by those of a model of text alone, if they differ.
     names: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod

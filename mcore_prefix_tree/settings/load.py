@@ -26,7 +26,7 @@ from mcore_prefix_tree.settings.section import AT_ODDS, NOT_LOCAL, broken_rules,
 from mcore_prefix_tree.settings.sections import ObjectiveConfig, Recipe, RecipeError
 from mcore_prefix_tree.utils.gone import explain_gone
 from mcore_prefix_tree.utils.inputs import local_path, read_text
-from mcore_prefix_tree.utils.launchers import is_first_rank
+from mcore_prefix_tree.utils.ranks import is_first_rank
 
 logger = logging.getLogger(__name__)
 

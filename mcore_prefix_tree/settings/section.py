@@ -165,17 +165,11 @@ def _keys(section: type, prefix: str = "") -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A field of a section of settings.
+    """A field of a section of settings."""
 
-    Attributes:
-        hint: its type, with pydantic's validators.
-        default: its default; ``MISSING`` if it has none.
-        text: description in its section's docstring.
-    """
-
-    hint: Any
-    default: Any
-    text: str
+    hint: Any  # its type, with pydantic's validators
+    default: Any  # its default; MISSING if it has none
+    text: str  # description in its section's docstring
 
 
 @cache

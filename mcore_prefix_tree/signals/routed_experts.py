@@ -59,14 +59,11 @@ def freeze(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class RoutedExperts:
-    """The experts that an engine sent each token of a sample to, in every layer; a sample makes it of an array.
+    """The experts that an engine sent each token of a sample to, in every layer; a sample makes it of an array."""
 
-    Attributes:
-        ids: int8 or int16 ``[n, layers, top-k]``, the smaller that holds the experts; -1 in all
-            entries of a token without a route. Entries of layers without experts are any. The last token has no route:
-            nothing that the sample scores depends on it.
-    """
-
+    # int8 or int16 [n, layers, top-k], the smaller that holds the experts; -1 in all entries of a token without a
+    # route. Entries of layers without experts are any. The last token has no route: nothing that the sample scores
+    # depends on it.
     ids: npt.NDArray[np.int8] | npt.NDArray[np.int16]
 
     @cached_property

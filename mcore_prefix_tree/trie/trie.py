@@ -30,21 +30,18 @@ Routes = Sequence[RoutedExperts | None]
 class Sharing:
     """Common prefixes that samples share. A plan and the folding of its micro-batches take the same one.
 
-    Attributes:
-        share: ``"all"`` shares every common prefix, scored tokens too. ``"prompt"`` shares the tokens that two samples
-            have in common before the first scored token of either: each sample computes its own completion.
-        min_shared_tokens: smallest length of a common prefix that is shared; samples with fewer tokens in common are in
-            different trees.
-        use_first_samples_routes: whether samples also share a token to which their engines gave different routes: it
-            takes those of the first sample in depth-first order, which is not exact. Otherwise samples share a token
-            only while their routes agree in every layer; the last token of a sample has none, and agrees with any.
-
     Raises:
         ValueError: raised on construction, for another ``share`` or a negative ``min_shared_tokens``.
     """
 
+    # "all" shares every common prefix, scored tokens too. "prompt" shares the tokens that two samples have in common
+    # before the first scored token of either: each sample computes its own completion.
     share: Share = "all"
+    # Smallest length of a common prefix that is shared; samples with fewer tokens in common are in different trees.
     min_shared_tokens: int = 0
+    # Whether samples also share a token to which their engines gave different routes: it takes those of the first
+    # sample in depth-first order, which is not exact. Otherwise samples share a token only while their routes agree in
+    # every layer; the last token of a sample has none, and agrees with any.
     use_first_samples_routes: bool = False
 
     def __post_init__(self) -> None:
@@ -194,26 +191,17 @@ def common_prefix_length(left: npt.NDArray[np.integer], right: npt.NDArray[np.in
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trie:
-    """A forest of token runs as a struct of arrays. Nodes are numbered in depth-first pre-order.
+    """A forest of token runs as a struct of arrays. Nodes are numbered in depth-first pre-order."""
 
-    Attributes:
-        order: int64 ``[S]``, sample indices in depth-first order.
-        shared: int64 ``[S]``, number of leading tokens that ``order[i]`` has in common with ``order[i - 1]``; its other
-            tokens are new and follow those of ``order[i - 1]`` in the flat layout.
-        cu_node_lens: int64 ``[N + 1]``, node n holds the flat tokens ``cu_node_lens[n]:cu_node_lens[n + 1]``.
-        node_parent: int64 ``[N]``, -1 for a root.
-        node_depth: int64 ``[N]``, position of the node's first token on its path.
-        node_subtree_end: int64 ``[N]``, exclusive flat end of the node's subtree.
-        sample_node: int64 ``[S]``, the node in which each sample (in the caller's order) ends.
-    """
-
-    order: IntArray
+    order: IntArray  # int64 [S], sample indices in depth-first order
+    # int64 [S], number of leading tokens that order[i] has in common with order[i - 1]; its other tokens are new and
+    # follow those of order[i - 1] in the flat layout.
     shared: IntArray
-    cu_node_lens: IntArray
-    node_parent: IntArray
-    node_depth: IntArray
-    node_subtree_end: IntArray
-    sample_node: IntArray
+    cu_node_lens: IntArray  # int64 [N + 1], node n holds the flat tokens cu_node_lens[n]:cu_node_lens[n + 1]
+    node_parent: IntArray  # int64 [N], -1 for a root
+    node_depth: IntArray  # int64 [N], position of the node's first token on its path
+    node_subtree_end: IntArray  # int64 [N], exclusive flat end of the node's subtree
+    sample_node: IntArray  # int64 [S], the node in which each sample (in the caller's order) ends
 
     @property
     def num_nodes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import faulthandler
 import os
 import re
 import resource
@@ -219,3 +220,18 @@ def is_reporting_rank() -> bool:
         else:
             return True
     return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+# Terminals, torchrun, Slurm and other schedulers send these to all processes of a job, workers too, to end it.
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def handled_signals() -> list[int]:
+    """Return the ending signals that this process does not ignore; ``nohup`` has it ignore SIGHUP."""
+    return [number for number in ENDING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+
+
+def end_without_stacks() -> None:
+    """Keep ending signals, for example torchrun's, from printing stacks, as ``megatron.training`` requests."""
+    for number in ENDING_SIGNALS:
+        faulthandler.unregister(number)

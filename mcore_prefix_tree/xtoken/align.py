@@ -61,17 +61,11 @@ def align_ends(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _TextTokens:
-    """The tokens of one side that have text, and the ends of their runs.
+    """The tokens of one side that have text, and the ends of their runs."""
 
-    Attributes:
-        index: int64 ``[N]``, the tokens.
-        ends: int64 ``[N]``, byte at which each token ends, or at which the next one with a byte does.
-        borders: int64, the different ends, ascending.
-    """
-
-    index: Int64Array
-    ends: Int64Array
-    borders: Int64Array
+    index: Int64Array  # int64 [N], the tokens
+    ends: Int64Array  # int64 [N], byte at which each token ends, or at which the next one with a byte does
+    borders: Int64Array  # int64, the different ends, ascending
 
     @classmethod
     def of(cls, ends: Int64Array, has_text: BoolArray) -> _TextTokens:

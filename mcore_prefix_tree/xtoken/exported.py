@@ -74,21 +74,14 @@ class Labelled:
 
     A label stands for a token, its log-probability and the row that predicts the next token. Layouts of the labelled
     samples so share paths with equal rows, and their flat indices name rows.
-
-    Attributes:
-        token: int64 ``[L]``, the token that each label stands for.
-        realised: float64 ``[L]``, its log-probability; NaN if it is in no chunk.
-        row: int64 ``[L]``, index of the row that predicts the next token; -1 for none.
-        token_ids: int32 ``[A, k]``, token ids of the different rows.
-        logprobs: ``[A, k]``, their log-probabilities.
     """
 
     samples: list[Sample]
-    token: Int64Array
-    realised: npt.NDArray[np.float64]
-    row: Int64Array
-    token_ids: npt.NDArray[np.int32]
-    logprobs: npt.NDArray[np.floating]
+    token: Int64Array  # int64 [L], the token that each label stands for
+    realised: npt.NDArray[np.float64]  # float64 [L], its log-probability; NaN if it is in no chunk
+    row: Int64Array  # int64 [L], index of the row that predicts the next token; -1 for none
+    token_ids: npt.NDArray[np.int32]  # int32 [A, k], token ids of the different rows
+    logprobs: npt.NDArray[np.floating]  # [A, k], their log-probabilities
 
     @classmethod
     def of(cls, pairs: Sequence[Pair]) -> Labelled:

@@ -20,18 +20,12 @@ Int32Array = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Side:
-    """The predictors of one model's chunks, in its own flat layout.
+    """The predictors of one model's chunks, in its own flat layout."""
 
-    Attributes:
-        rows: int64 ``[A]``, flat indices of the predictors, chunk after chunk.
-        tokens: int32 ``[A]``, the token that each of them predicts in the chunk's text.
-        starts: int64 ``[C + 1]``; chunk c has ``rows[starts[c]:starts[c + 1]]``, at least one.
-        realised: float64 ``[A]``, log-probability of each of ``tokens``, if it is known beforehand; otherwise None.
-    """
-
-    rows: Int64Array
-    tokens: Int32Array
-    starts: Int64Array
+    rows: Int64Array  # int64 [A], flat indices of the predictors, chunk after chunk
+    tokens: Int32Array  # int32 [A], the token that each of them predicts in the chunk's text
+    starts: Int64Array  # int64 [C + 1]; chunk c has rows[starts[c]:starts[c + 1]], at least one
+    # float64 [A], log-probability of each of tokens, if it is known beforehand; otherwise None.
     realised: npt.NDArray[np.float64] | None = None
 
 
@@ -41,18 +35,13 @@ class Chunks:
 
     Chunks of several samples that have the same predictors on both sides (and, for losses that read them, the same
     tokens) are one chunk with the sum of their weights.
-
-    Attributes:
-        weight: float64 ``[C]``, the weights of the samples that share a chunk, added up.
-        multiplicity: float64 ``[C]``, number of samples that share it.
-        first_sample: int64 ``[C]``, the first sample of the micro-batch that has it, for messages.
     """
 
     student: Side
     teacher: Side
-    weight: npt.NDArray[np.float64]
-    multiplicity: npt.NDArray[np.float64]
-    first_sample: Int64Array
+    weight: npt.NDArray[np.float64]  # float64 [C], the weights of the samples that share a chunk, added up
+    multiplicity: npt.NDArray[np.float64]  # float64 [C], number of samples that share it
+    first_sample: Int64Array  # int64 [C], the first sample of the micro-batch that has it, for messages
 
     def __len__(self) -> int:
         return len(self.weight)
@@ -110,19 +99,12 @@ def _check_layout(layout: FlatLayout, lengths: list[int], side: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Occurrences:
-    """The chunks of all pairs in one model's layout.
+    """The chunks of all pairs in one model's layout."""
 
-    Attributes:
-        places: int64 ``[K]``, place of each one's last token in the layout's ``sample_map``.
-        lengths: int64 ``[K]``, number of predictors.
-        last: int64 ``[K]``, flat index of the last predictor.
-        last_token: int64 ``[K]``, the token that it predicts.
-    """
-
-    places: Int64Array
-    lengths: Int64Array
-    last: Int64Array
-    last_token: Int64Array
+    places: Int64Array  # int64 [K], place of each one's last token in the layout's sample_map
+    lengths: Int64Array  # int64 [K], number of predictors
+    last: Int64Array  # int64 [K], flat index of the last predictor
+    last_token: Int64Array  # int64 [K], the token that it predicts
 
     @classmethod
     def of(cls, layout: FlatLayout, ranges: list[Int64Array], sample: Int64Array) -> _Occurrences:

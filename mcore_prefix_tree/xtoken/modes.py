@@ -10,18 +10,13 @@ Mode = Literal["p_kl", "gold", "h_kl", "alm", "uld"]
 
 @dataclass(frozen=True, kw_only=True)
 class Reads:
-    """Inputs and settings of a loss.
-
-    Attributes:
-        tokens: whether chunks are different if only their tokens differ, and not their predictors.
-        temperature: whether logits are divided by a temperature, and terms multiplied by its square.
-        whole: whether the loss reads every log-probability of the teacher, and not only those of its likeliest tokens.
-    """
+    """Inputs and settings of a loss."""
 
     projection: bool = False
-    tokens: bool = False
-    temperature: bool = False
+    tokens: bool = False  # whether chunks are different if only their tokens differ, and not their predictors
+    temperature: bool = False  # whether logits are divided by a temperature, and terms multiplied by its square
     reverse: bool = False
+    # Whether the loss reads every log-probability of the teacher, and not only those of its likeliest tokens.
     whole: bool = False
 
 

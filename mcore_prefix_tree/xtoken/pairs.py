@@ -29,19 +29,13 @@ _MISFIT = "render both with the student's chat format, or choose tokenizers whos
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Pair:
-    """One sample for both models.
-
-    Attributes:
-        teacher: sample in the teacher's tokens, with the student's merge key; its loss mask is 1 for the tokens of
-            chunks.
-        alignment: valid chunks: all student tokens are scored, and both sides have a token with a predictor.
-        weight: float64 ``[C]``, the mean loss mask of each chunk's student tokens.
-    """
+    """One sample for both models."""
 
     student: Sample
+    # Sample in the teacher's tokens, with the student's merge key; its loss mask is 1 for the tokens of chunks.
     teacher: Sample
-    alignment: Alignment
-    weight: npt.NDArray[np.float64]
+    alignment: Alignment  # valid chunks: all student tokens are scored, and both sides have a token with a predictor
+    weight: npt.NDArray[np.float64]  # float64 [C], the mean loss mask of each chunk's student tokens
 
     def __len__(self) -> int:
         return len(self.alignment)

@@ -17,20 +17,14 @@ IntArray = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Projection:
-    """A sparse matrix W from the student's vocabulary (rows) to the teacher's (columns).
+    """A sparse matrix W from the student's vocabulary (rows) to the teacher's (columns)."""
 
-    Attributes:
-        columns: int32 ``[V_s, k]``, ids of the teacher's vocabulary by descending weight; -1 if a row has fewer.
-        weights: float32 ``[V_s, k]``, 0 where ``columns`` is -1; a row that is not empty adds up to 1.
-        student_hash: hash that identifies the student's tokenizer.
-        teacher_hash: hash that identifies the teacher's tokenizer.
-    """
-
+    # int32 [V_s, k], ids of the teacher's vocabulary by descending weight; -1 if a row has fewer.
     columns: npt.NDArray[np.int32]
-    weights: npt.NDArray[np.float32]
+    weights: npt.NDArray[np.float32]  # float32 [V_s, k], 0 where columns is -1; a row that is not empty adds up to 1
     teacher_vocab_size: int
-    student_hash: str = ""
-    teacher_hash: str = ""
+    student_hash: str = ""  # hash that identifies the student's tokenizer
+    teacher_hash: str = ""  # hash that identifies the teacher's tokenizer
 
     @property
     def student_vocab_size(self) -> int:

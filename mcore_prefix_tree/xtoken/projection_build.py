@@ -26,18 +26,12 @@ _PART = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class BuildSettings:
-    """Settings of the building of a projection.
+    """Settings of the building of a projection."""
 
-    Attributes:
-        top_k: largest number of entries of a row.
-        tokens_kept: largest number of the other vocabulary's tokens that a token is written as.
-        reverse: whether to write the teacher's tokens in the student's, too.
-        special_similarity: least similarity of the names of two special tokens that are mapped; more than 1 maps none.
-    """
-
-    top_k: int = 32
-    tokens_kept: int = 4
-    reverse: bool = True
+    top_k: int = 32  # largest number of entries of a row
+    tokens_kept: int = 4  # largest number of the other vocabulary's tokens that a token is written as
+    reverse: bool = True  # whether to write the teacher's tokens in the student's, too
+    # Least similarity of the names of two special tokens that are mapped; more than 1 maps none.
     special_similarity: float = 0.3
 
     def __post_init__(self) -> None:

@@ -27,17 +27,11 @@ _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Spelled:
-    """The text of a token sequence.
+    """The text of a token sequence."""
 
-    Attributes:
-        data: uint8, the bytes of all tokens, one after another.
-        ends: int64 ``[n]``; token t ends before byte ``ends[t]``, and begins at the end of the previous token.
-        is_special: bool ``[n]``, tokens that stand for no text.
-    """
-
-    data: Bytes
-    ends: Int64Array
-    is_special: BoolArray
+    data: Bytes  # uint8, the bytes of all tokens, one after another
+    ends: Int64Array  # int64 [n]; token t ends before byte ends[t], and begins at the end of the previous token
+    is_special: BoolArray  # bool [n], tokens that stand for no text
 
     @cached_property
     def starts(self) -> Int64Array:
@@ -53,22 +47,15 @@ class Spelled:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenBytes:
-    """Bytes that each token stands for.
-
-    Attributes:
-        data: uint8, the bytes of all tokens in the order of their ids.
-        starts: int64 ``[V + 1]``; token i has ``data[starts[i]:starts[i + 1]]``.
-        is_special: bool ``[V]``, tokens that stand for no text.
-        dummy_space: position at which the tokenizer puts a space that is not in the text.
-        bos, eos: ids of the tokens that begin a text and end a turn; None without one.
-    """
+    """Bytes that each token stands for."""
 
     name: str
-    data: Bytes
-    starts: Int64Array
-    is_special: BoolArray
+    data: Bytes  # uint8, the bytes of all tokens in the order of their ids
+    starts: Int64Array  # int64 [V + 1]; token i has data[starts[i]:starts[i + 1]]
+    is_special: BoolArray  # bool [V], tokens that stand for no text
     special_names: dict[int, str]
-    dummy_space: DummySpace = "never"
+    dummy_space: DummySpace = "never"  # position at which the tokenizer puts a space that is not in the text
+    # bos, eos: ids of the tokens that begin a text and end a turn; None without one.
     bos: int | None = None
     eos: int | None = None
     merges: Sequence[str] = ()

@@ -18,7 +18,7 @@ def probe(modules: list[str]) -> dict[str, Any]:
 
     if not torch.cuda.is_available():
         return found
-    from mcore_prefix_tree.bench.machine import describe_machine, name_in_files
+    from mcore_prefix_tree.bench import describe_machine, name_in_files
 
     machine = describe_machine()
     capability = torch.cuda.get_device_capability()

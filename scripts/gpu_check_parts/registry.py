@@ -101,6 +101,5 @@ _PARTS = (
         programs=("ncu",),
         row_seconds=120.0,
     ),
-    _part("tune", "other launches of the Triton kernels", 6.0, more_imports=("rich",), row_seconds=60.0),
 )
 PARTS = {part.name: part for part in _PARTS}

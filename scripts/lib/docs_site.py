@@ -205,7 +205,7 @@ _FORMULAS = {
     "Supervised": ("sft",),
     "Values and rewards": ("scalar_head",),
     "Distillation": ("distill", "divergence"),
-    "One normaliser": ("normalise",),
+    "One normaliser": ("scored",),
 }
 
 
@@ -221,8 +221,8 @@ def objectives_page() -> str:
     for heading, modules in _FORMULAS.items():
         parts.append(f"## {heading}")
         for name in modules:
-            # In these modules, the functions have the formulas.
-            members = "true" if name in ("advantages", "normalise") else "[]"
+            # In these modules, functions have the formulas.
+            members = {"advantages": "true", "scored": "[normalise]"}.get(name, "[]")
             parts.append(
                 f"::: mcore_prefix_tree.objectives.{name}\n    options: {{members: {members}, heading_level: 3}}"
             )

@@ -31,7 +31,7 @@ verify: {{enabled: false}}
 """
 # Each has a different tokenizer.
 MODELS = ("student", "teacher")
-P_KL = "{{mode: p_kl, top_k: 60, scaling: dynamic, projection: {inputs}/w.safetensors}}"
+P_KL = "{{mode: p_kl, top_k: 60, projection: {inputs}/w.safetensors}}"
 OBJECTIVES = {
     "sft": "{{name: sft}}",
     "grpo": "{{name: grpo, options: {{kl_coef: 0.05, entropy_coef: 0.01}}}}",
@@ -52,10 +52,14 @@ LAYOUTS = {
 
 def write_inputs(inputs: Path) -> None:
     """Write tokenizers, and samples in their tokens."""
+    from harness.tokenizer_folders import PLAIN, make_folder
+
+    from mcore_prefix_tree.data import load_tokenizer
+
     inputs.mkdir()
     for model in MODELS:
-        tokenizer = _write_tokenizer(inputs / model, spaces=model == "teacher")
-        _write_samples(inputs / f"{model}.jsonl", tokenizer)
+        folder = make_folder(inputs / model, PLAIN, prepend_space=model == "teacher")
+        _write_samples(inputs / f"{model}.jsonl", load_tokenizer(folder))
 
 
 def _write_samples(path: Path, tokenizer: Any) -> None:
@@ -68,8 +72,8 @@ def _write_samples(path: Path, tokenizer: Any) -> None:
             if number % 2 == 0:
                 turn = " ".join(rng.choice(WORDS, size=2))
             text = f" {turn} {' '.join(rng.choice(WORDS, size=2 + number % 3))}"
-            asked = tokenizer.encode(prompt).ids
-            tokens = asked + tokenizer.encode(text).ids
+            asked = tokenizer.encode_text(prompt)
+            tokens = asked + tokenizer.encode_text(text)
             scores = (-4 + 0.3 * rng.standard_normal((3, len(tokens)))).tolist()
             row = {
                 "tokens": tokens,
@@ -88,36 +92,8 @@ def _write_samples(path: Path, tokenizer: Any) -> None:
             stream.write(json.dumps(row) + "\n")
 
 
-def _write_tokenizer(folder: Path, *, spaces: bool) -> Any:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    if spaces:
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-        tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
-        alphabet = [chr(code) for code in range(32, 127)]
-    else:
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator([" ".join(WORDS)], trainer=trainer)
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
-    wrapped.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    wrapped.save_pretrained(folder)
-    return tokenizer
-
-
 class Runs:
-    """Runs of the tree that this process imports.
-
-    Args:
-        folder: folder of the trees, the inputs and the results.
-        tree: name of the tree.
-    """
+    """Runs of the tree that this process imports, in a folder of both trees, the inputs and the results."""
 
     def __init__(self, folder: Path, tree: str) -> None:
         import mcore_prefix_tree
@@ -171,7 +147,7 @@ class Runs:
 def _hashes(checkpoint: Path) -> dict[str, str]:
     import torch
 
-    from mcore_prefix_tree.cpu.launcher import single_process
+    from mcore_prefix_tree.mcore import single_process
 
     with single_process():
         from megatron.core import dist_checkpointing
@@ -200,7 +176,6 @@ def compare(base: dict[str, Any], head: dict[str, Any]) -> str:
 
 def main(folder: Path) -> int:
     """Run both trees; print the table, and return the exit status."""
-    write_inputs(folder / "inputs")
     results = []
     for tree in ("base", "head"):
         path = os.pathsep.join(str(folder / tree / part) for part in (".", "tests"))
@@ -218,6 +193,7 @@ def run_tree(folder: Path, tree: str) -> None:
     """Write the results of one tree; the first makes the teachers of both."""
     runs = Runs(folder, tree)
     if tree == "base":
+        write_inputs(folder / "inputs")
         runs.make_teachers()
     results = {f"{name}, {layout}": runs.train(name, layout) for name in OBJECTIVES for layout in LAYOUTS}
     (folder / f"{tree}.json").write_text(json.dumps(results))

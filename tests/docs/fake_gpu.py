@@ -15,7 +15,6 @@ import sys
 import time
 from collections import defaultdict
 from contextlib import nullcontext
-from dataclasses import replace
 from types import SimpleNamespace
 
 MEMORY = 80 << 30
@@ -195,16 +194,7 @@ def patch_flex(module):
     module.attention = lambda *args: reference()(*args)
 
 
-def patch_tune(module):
-    """Triton's interpreter has no bfloat16, and no sums through the memory units of newer chips."""
-    import torch
-
-    of = module.Problem.of
-    module.Problem.of = lambda metadata, case: of(metadata, replace(case, dtype=torch.float16, capability=None))
-
-
 PATCHES = {
-    "gpu_check_parts.tune": patch_tune,
     "torch": patch_torch,
     "torch.distributed": patch_distributed,
     "mcore_prefix_tree.attention.triton_tree": patch_triton_tree,

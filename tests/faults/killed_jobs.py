@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 from harness.commands import write_rows
 
-from mcore_prefix_tree.bench.machine import describe_machine
+from mcore_prefix_tree.bench import describe_machine
 
 VOCAB = 64
 STEPS = 8

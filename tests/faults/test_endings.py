@@ -36,7 +36,7 @@ from killed_jobs import (
     write_result,
 )
 
-from mcore_prefix_tree.cpu.launcher import single_process
+from mcore_prefix_tree.cpu.emulation import single_process
 from mcore_prefix_tree.settings import load_recipe
 
 INT, TERM, HUP, KILL = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL

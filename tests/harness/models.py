@@ -24,7 +24,7 @@ from harness.worlds import Layout
 from mcore_prefix_tree.cpu.specs import cpu_spec
 from mcore_prefix_tree.mcore.engine.pipeline import run_schedule
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
-from mcore_prefix_tree.mcore.seam.vocab_size import with_vocab_size
+from mcore_prefix_tree.mcore.seam.output_layer import with_vocab_size
 
 # It came with megatron-core 0.18.
 HAS_OUTPUT_PROCESSOR = "output_processor" in inspect.signature(GPTModel.forward).parameters

@@ -122,7 +122,7 @@ def run_torchrun(ranks: int, *arguments: object, stdin: str = "") -> Ended:
 
 def checkpoint_content(folder: Path, iteration: int) -> dict[str, torch.Tensor]:
     """Every full tensor of a checkpoint, model and optimizer, from any layout."""
-    from mcore_prefix_tree.cpu.launcher import single_process
+    from mcore_prefix_tree.cpu.emulation import single_process
 
     with single_process():
         content = plain_content(folder / f"iter_{iteration:07d}")

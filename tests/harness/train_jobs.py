@@ -277,7 +277,7 @@ def batch_of(recipe: Recipe, iteration: int) -> list[Sample]:
 
 def checkpoint_content(folder: Path, iteration: int) -> dict[str, Any]:
     """Everything in a checkpoint, put together from its shards, in a world of one."""
-    from mcore_prefix_tree.cpu.launcher import single_process
+    from mcore_prefix_tree.cpu.emulation import single_process
 
     with single_process():
         return plain_content(folder / f"iter_{iteration:07d}")

@@ -35,8 +35,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from harness.forks import fork_context
 from harness.groups import LEFT_BEHIND, forget_losses, release_groups, threads
-from mcore_prefix_tree.cpu.emulation import enable
-from mcore_prefix_tree.cpu.launcher import SEED
+from mcore_prefix_tree.cpu.emulation import SEED, enable
 
 T = TypeVar("T")
 

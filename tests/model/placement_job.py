@@ -33,8 +33,7 @@ import mcore_prefix_tree
 from mcore_prefix_tree import Sample, Signals, fold
 from mcore_prefix_tree.attention import parity
 from mcore_prefix_tree.attention.backend_options import Case
-from mcore_prefix_tree.cpu.emulation import cpu_emulation
-from mcore_prefix_tree.cpu.launcher import single_process
+from mcore_prefix_tree.cpu.emulation import cpu_emulation, single_process
 from mcore_prefix_tree.logprob import head_chunks, softmax
 from mcore_prefix_tree.mcore import with_edge_head, with_prefix_tree
 from mcore_prefix_tree.mcore.engine.carried_trees import fold_carrying

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from mcore_prefix_tree.cpu import emulation
-from mcore_prefix_tree.cpu.emulation import cpu_emulation
-from mcore_prefix_tree.cpu.launcher import single_process
+from mcore_prefix_tree.cpu.emulation import cpu_emulation, single_process
 
 
 def replaced() -> list[tuple[object, str]]:

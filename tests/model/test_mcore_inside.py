@@ -40,8 +40,7 @@ from packed_calls import (
 )
 
 from mcore_prefix_tree import Sample
-from mcore_prefix_tree.cpu.dot_product import PackedAttention
-from mcore_prefix_tree.cpu.specs import exchanged
+from mcore_prefix_tree.cpu.specs import PackedAttention, exchanged
 from mcore_prefix_tree.layout import fold
 from mcore_prefix_tree.layout import trainer_rows as rows_module
 from mcore_prefix_tree.mcore import fold_inside, folding_model, follow_trees, with_prefix_tree, with_scalar_head

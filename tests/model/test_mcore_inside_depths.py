@@ -15,8 +15,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from packed_calls import FP64, ROWS, cotangent, packed, some_labels, spans
 
-from mcore_prefix_tree.cpu.dot_product import PackedAttention
-from mcore_prefix_tree.cpu.specs import exchanged
+from mcore_prefix_tree.cpu.specs import PackedAttention, exchanged
 from mcore_prefix_tree.mcore import fold_inside
 from mcore_prefix_tree.mcore.packed import RowLogprobs
 from mcore_prefix_tree.mcore.release import HAS_DEPTHS, NEEDS_DEPTHS

@@ -23,8 +23,7 @@ from packed_calls import (
     packed,
 )
 
-from mcore_prefix_tree.cpu.dot_product import PackedAttention
-from mcore_prefix_tree.cpu.specs import exchanged
+from mcore_prefix_tree.cpu.specs import PackedAttention, exchanged
 from mcore_prefix_tree.mcore import fold_inside, folding_model
 from mcore_prefix_tree.mcore.release import HAS_HYBRID_MODEL
 

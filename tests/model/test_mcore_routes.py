@@ -22,7 +22,7 @@ from mcore_prefix_tree.cpu.specs import cpu_spec
 from mcore_prefix_tree.logprob import restore
 from mcore_prefix_tree.mcore import MicroBatch, RoutedPackedSeqParams, fold_inside, tree_forward
 from mcore_prefix_tree.mcore.engine.folding import Folding
-from mcore_prefix_tree.mcore.engine.recorded_routes import score_and_record
+from mcore_prefix_tree.mcore.engine.score_files import score_and_record
 from mcore_prefix_tree.mcore.engine.scoring import ScoringStep
 from mcore_prefix_tree.mcore.outputs import Logprobs
 from mcore_prefix_tree.mcore.packed import fold_check

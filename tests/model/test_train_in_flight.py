@@ -14,8 +14,7 @@ import torch
 from harness.train_jobs import VOCAB, rows, train, write_job
 
 from mcore_prefix_tree import Sample, fold
-from mcore_prefix_tree.attention import flex, path
-from mcore_prefix_tree.attention.cascade import cascade
+from mcore_prefix_tree.attention import cascade, flex, path
 from mcore_prefix_tree.mcore.seam import core_attention
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch, WaitingMicroBatch
 from mcore_prefix_tree.metadata import TreeMetadata

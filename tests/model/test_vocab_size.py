@@ -11,9 +11,9 @@ from harness.models import tiny_gpt_config
 from harness.worlds import Layout, world
 from megatron.core.models.gpt import GPTModel
 
-from mcore_prefix_tree.logprob.vocab_padding import mask_padding_
+from mcore_prefix_tree.logprob.edges import mask_padding_
 from mcore_prefix_tree.mcore import fold_inside, with_scalar_head, with_vocab_size
-from mcore_prefix_tree.mcore.seam.vocab_size import unpadded_vocab_size
+from mcore_prefix_tree.mcore.seam.output_layer import unpadded_vocab_size
 
 TOKENS, COLUMNS = 18, 24
 

@@ -20,9 +20,8 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from mcore_prefix_tree.cpu.emulation import enable
+from mcore_prefix_tree.cpu.emulation import enable, single_process
 from mcore_prefix_tree.cpu.hybrid import hybrid_stack
-from mcore_prefix_tree.cpu.launcher import single_process
 from mcore_prefix_tree.mcore.seam.layer_specs import with_prefix_tree
 
 COMMON: dict[str, Any] = {

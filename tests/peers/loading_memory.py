@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from bridge_models import auto_bridge
 
-from mcore_prefix_tree.cpu.launcher import single_process
+from mcore_prefix_tree.cpu.emulation import single_process
 from mcore_prefix_tree.mcore.models.bridge import load_bridge, load_folder, make_provider
 from mcore_prefix_tree.mcore.models.bridge_weights import check_weights
 from mcore_prefix_tree.mcore.models.build_gpt import build_chunks

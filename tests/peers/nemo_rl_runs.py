@@ -32,8 +32,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from stand_ins import Finder, StandIn
 
 from mcore_prefix_tree import Sample
-from mcore_prefix_tree.cpu.dot_product import PackedAttention
-from mcore_prefix_tree.cpu.specs import cpu_spec, exchanged
+from mcore_prefix_tree.cpu.specs import PackedAttention, cpu_spec, exchanged
 
 VOCAB = 64
 ROUTES = (4, 2, 4)  # layers, experts of a token, experts

@@ -71,8 +71,7 @@ class Tower(torch.nn.Module):
 @contextlib.contextmanager
 def on_the_cpu(provider: Any) -> Iterator[None]:
     """Build local layers, and no tower."""
-    from mcore_prefix_tree.cpu.dot_product import PackedAttention
-    from mcore_prefix_tree.cpu.specs import exchanged
+    from mcore_prefix_tree.cpu.specs import PackedAttention, exchanged
 
     with contextlib.ExitStack() as stack:
         from megatron.bridge.models.qwen_vl import qwen3_vl_provider, qwen35_vl_provider

@@ -34,8 +34,7 @@ from megatron.core.utils import unwrap_model
 from stand_ins import StandIn
 
 from mcore_prefix_tree import Sample
-from mcore_prefix_tree.cpu.dot_product import PackedAttention
-from mcore_prefix_tree.cpu.specs import cpu_spec, exchanged
+from mcore_prefix_tree.cpu.specs import PackedAttention, cpu_spec, exchanged
 
 VOCAB = 64  # tensor-parallel ranks have as much of it
 ROUTES = (4, 2, 4)  # layers, experts of a token, experts

@@ -33,8 +33,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from qwen_vl_jobs import BEGIN, END, PICTURE, pictures_of
 from stand_ins import StandIn
 
-from mcore_prefix_tree.cpu.dot_product import PackedAttention
-from mcore_prefix_tree.cpu.specs import cpu_spec, exchanged
+from mcore_prefix_tree.cpu.specs import PackedAttention, cpu_spec, exchanged
 
 VOCAB, EXPERTS = 64, 4
 

@@ -13,7 +13,7 @@ from fake_flash_attention import install
 from harness.oracles import metadata_of, random_forest
 
 from mcore_prefix_tree import Sample
-from mcore_prefix_tree.attention import BACKENDS, auto, check_backend, fa4, imports, parity, triton_tree
+from mcore_prefix_tree.attention import BACKENDS, auto, check_backend, fa4, parity, triton_tree
 from mcore_prefix_tree.attention.api import check_setting
 from mcore_prefix_tree.attention.auto import PREFERENCE, TreeShape, choose, cost_table
 from mcore_prefix_tree.cpu.emulation import cpu_emulation
@@ -255,7 +255,7 @@ def gpu(tmp_path, monkeypatch, table):
     """
     monkeypatch.syspath_prepend(tmp_path)
     install(tmp_path)
-    monkeypatch.setattr(imports, "_FAULTS", {})
+    monkeypatch.setattr(fa4, "_FAULTS", {})
     fa4._is_installed.cache_clear()
     fa4._visible.cache_clear()
     import flash_attn.cute as package

@@ -9,10 +9,8 @@ import torch
 from attention_cases import assert_close_to_reference, case_of, random_inputs, results
 from harness.oracles import metadata_of, random_forest, worst
 
-from mcore_prefix_tree.attention import AttentionOptions, reference
-from mcore_prefix_tree.attention.cascade import cascade
-from mcore_prefix_tree.attention.cascade.cascade import QKV, Result, _backward, _forward
-from mcore_prefix_tree.attention.cascade.sequences import Sequences, build_plan
+from mcore_prefix_tree.attention import AttentionOptions, cascade, reference
+from mcore_prefix_tree.attention.cascade import QKV, Result, Sequences, _backward, _forward, build_plan
 
 # The contract of a kernel, spelled out: the statistics of a sum over more keys than it is shown.
 

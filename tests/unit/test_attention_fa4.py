@@ -16,7 +16,7 @@ from attention_cases import case_of
 from fake_flash_attention import install
 from harness.oracles import metadata_of, random_forest
 
-from mcore_prefix_tree.attention import fa4, imports, triton_tree
+from mcore_prefix_tree.attention import fa4, triton_tree
 from mcore_prefix_tree.attention.tile_blocks import block_plan
 
 HOPPER = {"device": "cuda", "capability": (9, 0), "dtype": torch.bfloat16, "deterministic": False}
@@ -92,7 +92,7 @@ def broken(tmp_path, monkeypatch):
     shutil.rmtree(tmp_path / "cutlass")
     (tmp_path / "flash_attn" / "cute" / "__init__.py").write_text("import cutlass\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(imports, "_FAULTS", {})
+    monkeypatch.setattr(fa4, "_FAULTS", {})
     fa4._is_installed.cache_clear()
     yield
     install(tmp_path)  # its modules are forgotten

@@ -32,7 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.attention import reference
 from mcore_prefix_tree.attention.tile_blocks import block_plan, visible_pairs
-from mcore_prefix_tree.bench.machine import describe_machine
+from mcore_prefix_tree.bench import describe_machine
 from mcore_prefix_tree.plan import Parts
 
 ROOT = Path(__file__).parents[2]

@@ -31,7 +31,7 @@ class Stateless:
 @pytest.fixture
 def save(checkpoint, monkeypatch):
     """``save(folder, iteration, write)`` in a world of one, with ``write(folder)`` in place of Megatron's writer."""
-    from mcore_prefix_tree.cpu.launcher import single_process
+    from mcore_prefix_tree.cpu.emulation import single_process
 
     def run(folder, iteration, write):
         monkeypatch.setattr(checkpoint.dist_checkpointing, "save", lambda state, target, **_: write(Path(target)))

@@ -68,7 +68,7 @@ ON_MEGATRON = [ROOT / "integrations" / name for name in ("verl", "slime.py", "ne
 PUBLIC = set(mcore_prefix_tree.__all__)
 # Modules of the attention room in addition to its back-ends, each of which is a file or a folder.
 ATTENTION_ENTRANCES = {"__init__", "api", "auto"}
-SHARED_BY_BACKENDS = {"backend_options", "capability", "tile_blocks", "spans", "padding", "parity", "imports"}
+SHARED_BY_BACKENDS = {"backend_options", "capability", "tile_blocks", "spans", "padding", "parity"}
 
 
 def room_of(file: Path) -> str:

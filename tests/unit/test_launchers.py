@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mcore_prefix_tree.utils.launchers import adopt_ranks, check_gpus
+from mcore_prefix_tree.utils.ranks import adopt_ranks, check_gpus
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "5",

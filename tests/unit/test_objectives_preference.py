@@ -23,7 +23,7 @@ from objective_oracles import (
 )
 
 from mcore_prefix_tree import Sample, SampleError, fold
-from mcore_prefix_tree.logprob.log1mexp import log1mexp
+from mcore_prefix_tree.logprob.softmax import log1mexp
 from mcore_prefix_tree.objectives import KTO, make_objective
 from mcore_prefix_tree.objectives.metrics import add_means
 

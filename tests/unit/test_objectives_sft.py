@@ -17,8 +17,7 @@ from objective_oracles import (
 
 from mcore_prefix_tree import Sample, SampleError, Signals
 from mcore_prefix_tree.objectives import make_objective
-from mcore_prefix_tree.objectives.normalise import normalise
-from mcore_prefix_tree.objectives.scored import ScoredTokens
+from mcore_prefix_tree.objectives.scored import ScoredTokens, normalise
 
 
 @pytest.mark.parametrize(("by", "length"), [("token", None), ("sample", None), ("group", None), ("sample_sum", 5.0)])

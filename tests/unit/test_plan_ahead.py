@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from mcore_prefix_tree.plan.prefetch import Ahead
+from mcore_prefix_tree.mcore.engine.step_planner import Ahead
 
 
 def test_requested_steps_are_returned():

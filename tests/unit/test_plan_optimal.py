@@ -19,7 +19,6 @@ from mcore_prefix_tree.plan.cuts import (
     least_repeating_runs,
     longest_runs,
     reach,
-    reach_of_several,
 )
 from mcore_prefix_tree.trie import SHARE_ALL, Sharing, sort_samples
 
@@ -70,18 +69,6 @@ def test_two_budgets_at_once(samples, slack, cost_slack):
     runs = longest_runs(np.minimum(reach(shared, fresh, budget), reach(context, path - context, limit)))
     assert fits(runs)
     assert len(runs) == min(len(cut) for cut in all_cuts(len(samples)) if fits(cut))
-
-
-@given(sample_lists(max_samples=8, min_samples=1), st.integers(0, 9), st.integers(1, 4))
-def test_several_runs_in_a_row(samples, slack, count):
-    _, shared, fresh = ordered(samples)
-    single = reach(shared, fresh, max(map(len, samples)) + slack)
-    several = reach_of_several(single, count)
-    for start in range(len(samples)):
-        end = start
-        for _ in range(count):
-            end = int(single[end]) if end < len(samples) else end
-        assert several[start] == end
 
 
 def test_oversized_leaf_gets_its_own_run():

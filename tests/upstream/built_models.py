@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from mcore_prefix_tree.cpu.emulation import enable_training
-from mcore_prefix_tree.cpu.launcher import single_process
+from mcore_prefix_tree.cpu.emulation import enable_training, single_process
 from mcore_prefix_tree.pretrain_gpt import use_megatron_lm
 
 SET_FOR_FOLDING = ("variable_seq_lengths", "moe_token_dispatcher_type")

@@ -7,8 +7,7 @@ from typing import Any
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-from mcore_prefix_tree.cpu.dot_product import LatentDotProductAttention
-from mcore_prefix_tree.cpu.specs import exchanged
+from mcore_prefix_tree.cpu.specs import LatentDotProductAttention, exchanged
 
 
 def _layer(**options: Any) -> Any:

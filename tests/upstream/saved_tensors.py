@@ -10,7 +10,7 @@ sys.path.insert(0, os.environ["MEGATRON_LM_PATH"])
 import torch
 from megatron.core import dist_checkpointing
 
-from mcore_prefix_tree.cpu.launcher import single_process
+from mcore_prefix_tree.cpu.emulation import single_process
 
 if __name__ == "__main__":
     source, file = sys.argv[1:]

@@ -14,8 +14,7 @@ import torch  # noqa: E402
 from harness.seam_models import build, local_spec, tiny_config  # noqa: E402
 from harness.seam_runs import VARIANTS, unfolded  # noqa: E402
 
-from mcore_prefix_tree.cpu.emulation import cpu_emulation  # noqa: E402
-from mcore_prefix_tree.cpu.launcher import single_process  # noqa: E402
+from mcore_prefix_tree.cpu.emulation import cpu_emulation, single_process  # noqa: E402
 
 torch.set_num_threads(1)
 

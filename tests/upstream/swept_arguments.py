@@ -30,8 +30,7 @@ from built_models import differences, stock_builder
 from harness.in_double import AllInDouble, error_of, with_any_weights
 from megatron_lm import CPU, FOLDED, TRAIN
 
-from mcore_prefix_tree.cpu.emulation import enable_training
-from mcore_prefix_tree.cpu.launcher import single_process
+from mcore_prefix_tree.cpu.emulation import enable_training, single_process
 from mcore_prefix_tree.layout import fold
 from mcore_prefix_tree.pretrain_gpt import use_megatron_lm
 from mcore_prefix_tree.sample import Sample

@@ -149,8 +149,7 @@ def packed_spec(config: Any, vp_stage: int | None) -> Any:
     """Megatron's local block, whose attention takes packed rows."""
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    from mcore_prefix_tree.cpu.dot_product import PackedAttention
-    from mcore_prefix_tree.cpu.specs import exchanged
+    from mcore_prefix_tree.cpu.specs import PackedAttention, exchanged
 
     return exchanged(stock_spec(config, vp_stage), {DotProductAttention: PackedAttention})
 

@@ -81,7 +81,7 @@ def recorded(layout: Layout) -> list[np.ndarray]:
 
     from mcore_prefix_tree.layout import Padding
     from mcore_prefix_tree.mcore.engine.folding import Folding
-    from mcore_prefix_tree.mcore.engine.recorded_routes import score_and_record
+    from mcore_prefix_tree.mcore.engine.score_files import score_and_record
     from mcore_prefix_tree.mcore.engine.scoring import ScoringStep
     from mcore_prefix_tree.mcore.outputs import Logprobs
 

@@ -23,17 +23,12 @@ ROUND = 128
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DevicePlan:
-    """Tensors of a tree that the kernels read, on the device.
+    """Tensors of a tree that the kernels read, on the device."""
 
-    Attributes:
-        end: int32 ``[R]``, ``subtree_end``, zero past the last token; R is P rounded up to :data:`ROUND`.
-        position: int32 ``[R]``, position on the path, zero past the last token.
-        schedules: schedules of the forward kernel's query blocks, of the key blocks of the kernel of dK and dV, and of
-            the query blocks of the kernel of dQ.
-    """
-
-    end: torch.Tensor
-    position: torch.Tensor
+    end: torch.Tensor  # int32 [R], subtree_end, zero past the last token; R is P rounded up to ROUND
+    position: torch.Tensor  # int32 [R], position on the path, zero past the last token
+    # Schedules of the forward kernel's query blocks, of the key blocks of the kernel of dK and dV, and of the query
+    # blocks of the kernel of dQ.
     schedules: tuple[torch.Tensor, ...]
 
     @classmethod

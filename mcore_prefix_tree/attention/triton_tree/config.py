@@ -27,21 +27,14 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Configs:
-    """The launches of one call.
-
-    Attributes:
-        key_value: launch of the kernel of dK and dV.
-        query: launch of the kernel of dQ.
-        apart: whether dK and dV take a launch each, since the sums of both would not fit the registers.
-        engine: whether tiles move by tensor descriptors, through the copy engine.
-        divides: whether the query heads of a key head are divided among programs if they are too few for the device.
-    """
+    """The launches of one call."""
 
     forward: Launch
-    key_value: Launch
-    query: Launch
-    apart: bool
-    engine: bool
+    key_value: Launch  # launch of the kernel of dK and dV
+    query: Launch  # launch of the kernel of dQ
+    apart: bool  # whether dK and dV take a launch each, since the sums of both would not fit the registers
+    engine: bool  # whether tiles move by tensor descriptors, through the copy engine
+    # Whether the query heads of a key head are divided among programs if they are too few for the device.
     divides: bool = True
 
     @property

@@ -60,23 +60,17 @@ class SaveError(OSError):
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Progress of a run, and the settings that must not change for it to continue the same way.
-
-    Attributes:
-        samples_per_epoch: number of samples in the first epoch.
-        consumed_samples: number of logical samples of these data that were trained on.
-        data_from: number of steps done before the first of these samples.
-        checksums: checksum of the samples, by how they were read; samples read another way are not compared.
-    """
+    """Progress of a run, and the settings that must not change for it to continue the same way."""
 
     iteration: int
     global_batch_size: int | None
     groups_per_step: int | None
     seed: int
     order: str
-    samples_per_epoch: int
-    consumed_samples: int
-    data_from: int
+    samples_per_epoch: int  # number of samples in the first epoch
+    consumed_samples: int  # number of logical samples of these data that were trained on
+    data_from: int  # number of steps done before the first of these samples
+    # Checksum of the samples, by how they were read; samples read another way are not compared.
     checksums: dict[str, int]
 
 

@@ -20,10 +20,7 @@ from mcore_prefix_tree.mcore.engine.pipeline import run_schedule
 from mcore_prefix_tree.mcore.engine.stand_ins import make_stand_in, plain, stock_forward_step
 from mcore_prefix_tree.mcore.engine.step_parts import make_clocks, marked
 from mcore_prefix_tree.mcore.engine.step_planner import fold_step
-from mcore_prefix_tree.mcore.engine.unfolded import (
-    plan_unfolded,
-    why_stock_does_not_fit,
-)
+from mcore_prefix_tree.mcore.engine.unfolded import plan_unfolded, why_stock_does_not_fit
 from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.plan import Bound, Counts, ExpectedSpeedup, Parts, work_ratios
 from mcore_prefix_tree.plan.model_shape import most_unused
@@ -38,22 +35,16 @@ _FAR_SLOWER = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One way to run a batch.
+    """One way to run a batch."""
 
-    Attributes:
-        name: name of the way.
-        rounds: time of each round by parts: the host's planning, forward and backward of the batch. The parts are the
-            mean of the ranks, scaled so that they add up to the time of the slowest one; waiting is body.
-        cpu_rounds: the same in processor time, summed over the ranks; None on a GPU.
-        peak_bytes: peak memory of the rank that needed most, beyond model and optimizer; None if it is unknown.
-        tokens: tokens computed, over all data-parallel ranks, without padding.
-    """
-
-    name: str
+    name: str  # name of the way
+    # Time of each round by parts: the host's planning, forward and backward of the batch. The parts are the mean of the
+    # ranks, scaled so that they add up to the time of the slowest one; waiting is body.
     rounds: list[Parts]
-    cpu_rounds: list[Parts] | None
+    cpu_rounds: list[Parts] | None  # the same in processor time, summed over the ranks; None on a GPU
+    # Peak memory of the rank that needed most, beyond model and optimizer; None if it is unknown.
     peak_bytes: int | None
-    tokens: int
+    tokens: int  # tokens computed, over all data-parallel ranks, without padding
 
     @property
     def seconds(self) -> list[float]:
@@ -117,31 +108,21 @@ class Gain:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Folded against unfolded ways.
+    """Folded against unfolded ways."""
 
-    Attributes:
-        folded: measurement of the batch as ``train`` runs it.
-        packed: measurement with the same back-end, head and budget, but each sample as a separate tree: a packed varlen
-            batch.
-        small: measurement of the same in micro-batches no larger than the folded ones, so that operations have the same
-            sizes; None if ``packed`` has the same micro-batches.
-        stock: measurement with Megatron's own attention and cross-entropy, one sample per micro-batch; None if it
-            cannot hold the longest sample. It projects all positions to the vocabulary, which the fused head of the
-            others does not.
-        stock_missing: reason why ``stock`` is None, in that case.
-        logical_tokens: tokens of the batch.
-        expected: speed-up to expect by FLOPs over ``packed``.
-        ratios: the most that each part of ``packed`` can shrink by.
-    """
-
-    folded: Measurement
+    folded: Measurement  # measurement of the batch as train runs it
+    # Measurement with the same back-end, head and budget, but each sample as a separate tree: a packed varlen batch.
     packed: Measurement
+    # Measurement of the same in micro-batches no larger than the folded ones, so that operations have the same sizes;
+    # None if packed has the same micro-batches.
     small: Measurement | None
+    # Measurement with Megatron's own attention and cross-entropy, one sample per micro-batch; None if it cannot hold
+    # the longest sample. It projects all positions to the vocabulary, which the fused head of the others does not.
     stock: Measurement | None
-    stock_missing: str | None
-    logical_tokens: int
-    expected: ExpectedSpeedup
-    ratios: Parts
+    stock_missing: str | None  # reason why stock is None, in that case
+    logical_tokens: int  # tokens of the batch
+    expected: ExpectedSpeedup  # speed-up to expect by FLOPs over packed
+    ratios: Parts  # the most that each part of packed can shrink by
 
     @property
     def fold_ratio(self) -> float:

@@ -26,45 +26,32 @@ from mcore_prefix_tree.utils.choices import OverBudget
 class Folding:
     """Settings of a job's folding. All but ``device`` are the same on every rank, so all ranks make the same plan.
 
-    Attributes:
-        max_tokens: physical tokens that a micro-batch may hold, before padding.
-        cost_model, bubble: see :func:`mcore_prefix_tree.plan.plan_step`.
-        micro_batch_multiple: divisor of the number of micro-batches per rank.
-        sharing: choice of the common prefixes that are shared.
-        attention_cases: attention calls of the layers, whose plans are made while folding; without any, the first layer
-            makes them.
-        deterministic_attention: whether attention has to give the same bits twice.
-        only_supervised: whether to score only the tokens with a non-zero loss mask.
-        head_chunk_rows: see :class:`MicroBatch`.
-        config: megatron-core's ``TransformerConfig`` of the model, which routes of samples have to fit; None leaves
-            them to the model.
-        depths: number of depths of multi-token prediction that the job trains.
-        over_budget: way to cut trees above ``max_tokens``; see :func:`mcore_prefix_tree.plan.plan_step`.
-        scores_first: whether the loss of a tree that is cut otherwise needs a scoring pass before the step.
-        why_repeat: reason why it is ``repeat``, for the message about a sample above ``max_tokens``.
-
     Raises:
         ValueError: no length bucket holds ``max_tokens``; raised on construction.
     """
 
-    max_tokens: int
+    max_tokens: int  # physical tokens that a micro-batch may hold, before padding
     dp_size: int
+    # cost_model, bubble: see mcore_prefix_tree.plan.plan_step.
     cost_model: CostModel | None
     device: torch.device
-    micro_batch_multiple: int = 1
+    micro_batch_multiple: int = 1  # divisor of the number of micro-batches per rank
     bubble: float = 0.0
-    sharing: Sharing = SHARE_ALL
+    sharing: Sharing = SHARE_ALL  # choice of the common prefixes that are shared
     padding: Padding = NO_PADDING
     attention_backend: str = "path"
+    # Attention calls of the layers, whose plans are made while folding; without any, the first layer makes them.
     attention_cases: tuple[Case, ...] = ()
-    deterministic_attention: bool = False
-    only_supervised: bool = False
-    head_chunk_rows: int | None = None
+    deterministic_attention: bool = False  # whether attention has to give the same bits twice
+    only_supervised: bool = False  # whether to score only the tokens with a non-zero loss mask
+    head_chunk_rows: int | None = None  # see MicroBatch
+    # Megatron-core's TransformerConfig of the model, which routes of samples have to fit; None leaves them to the
+    # model.
     config: Any = None
-    depths: int = 0
-    over_budget: OverBudget = "repeat"
-    scores_first: bool = False
-    why_repeat: str = ""
+    depths: int = 0  # number of depths of multi-token prediction that the job trains
+    over_budget: OverBudget = "repeat"  # way to cut trees above max_tokens; see mcore_prefix_tree.plan.plan_step
+    scores_first: bool = False  # whether the loss of a tree that is cut otherwise needs a scoring pass before the step
+    why_repeat: str = ""  # reason why it is repeat, for the message about a sample above max_tokens
 
     def __post_init__(self) -> None:
         self.padding.check_holds(self.max_tokens)

@@ -13,10 +13,10 @@ from megatron.core.utils import get_attr_wrapped_model
 from mcore_prefix_tree.layout.tree_chunks import ChunkLayout
 from mcore_prefix_tree.mcore.outputs import Logits, Readout
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.seam.output_layer import unpadded_vocab_size
 from mcore_prefix_tree.mcore.seam.routes import check_routes
 from mcore_prefix_tree.mcore.seam.tree_layers import check_follows
 from mcore_prefix_tree.mcore.seam.validation import check_draws, check_positions, check_step
-from mcore_prefix_tree.mcore.seam.vocab_size import unpadded_vocab_size
 from mcore_prefix_tree.objectives import LossOutput, LossRows, Objective, Targets
 
 Reported = tuple[torch.Tensor, torch.Tensor, dict[str, Any]]

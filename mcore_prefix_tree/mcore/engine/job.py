@@ -1,8 +1,8 @@
-"""A resolved training job: everything that its steps need, whoever described it."""
+"""A resolved training job: everything that its steps need, whoever described it; and its step hook."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,10 +12,34 @@ import torch
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.forward_step import ForwardStep, forward_step
 from mcore_prefix_tree.mcore.engine.pipeline import run_schedule
-from mcore_prefix_tree.mcore.engine.step_hook import Forward, StepHook
 from mcore_prefix_tree.mcore.outputs import Readout, make_readout
+from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.objectives import LossOutput, Objective
-from mcore_prefix_tree.plan import ModelWork
+from mcore_prefix_tree.plan import Carrying, ModelWork
+
+# A pass over micro-batches without gradients, which returns the reports of their losses.
+Forward = Callable[[Sequence[MicroBatch]], Sequence[Mapping[str, Any]]]
+
+
+class StepHook:
+    """Work that an objective needs before each step, for example a run of its teachers; this one does nothing.
+
+    It keeps its results in ``hook_data`` of the micro-batches, which the readout of the objective reads.
+    """
+
+    def prepare(self, batches: Sequence[MicroBatch], carrying: Carrying | None = None) -> Sequence[MicroBatch]:
+        """Return micro-batches with the inputs of :meth:`before_step`, made on the host while another step computes.
+
+        ``carrying`` says which of them are parts of trees.
+        """
+        return batches
+
+    def before_step(self, batches: Sequence[MicroBatch], student: Forward) -> Sequence[MicroBatch]:
+        """Return the micro-batches with the results, on the last stage; all ranks call it together.
+
+        ``student`` is its forward pass, for losses that weigh their parts by results of the entire step.
+        """
+        return batches
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -23,28 +47,22 @@ class Job:
     """Everything a step needs, resolved and checked before the first one.
 
     A recipe makes a job, and so do Megatron-LM's arguments. Functions that take a job read neither.
-
-    Attributes:
-        dp_rank: index of this rank's part of a plan.
-        config: megatron-core's ``TransformerConfig`` of the model.
-        work: FLOPs of the model.
-        is_local: whether the stock model's layers are megatron-core's own, not TransformerEngine's.
-        fused_head: whether the output layer scores a chunk of logits at a time; False keeps the logits of all tokens.
-        divides_by_tokens: see :func:`divided_by_tokens`; by default, whether the model's layers may add losses.
-        readout: readout of the last pipeline stage; follows from the objective and ``fused_head``.
-        forward_step: forward step that Megatron's schedules call; follows from the readout.
     """
 
     objective: Objective
     folding: Folding
-    dp_rank: int
-    config: Any
-    work: ModelWork
-    is_local: bool = True
+    dp_rank: int  # index of this rank's part of a plan
+    config: Any  # megatron-core's TransformerConfig of the model
+    work: ModelWork  # FLOPs of the model
+    is_local: bool = True  # whether the stock model's layers are megatron-core's own, not TransformerEngine's
+    # Whether the output layer scores a chunk of logits at a time; False keeps the logits of all tokens.
     fused_head: bool = True
     hook: StepHook = field(default_factory=StepHook)
+    # See divided_by_tokens; by default, whether the model's layers may add losses.
     divides_by_tokens: bool | None = None
+    # Readout of the last pipeline stage; follows from the objective and fused_head.
     readout: Readout[LossOutput] = field(init=False)
+    # Forward step that Megatron's schedules call; follows from the readout.
     forward_step: ForwardStep = field(init=False)
 
     def __post_init__(self) -> None:

@@ -14,9 +14,10 @@ from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.tree_losses import make_hook
 from mcore_prefix_tree.objectives import Objective
+from mcore_prefix_tree.objectives.scored import MissingSignalError
 from mcore_prefix_tree.plan import CostModel, ModelWork
 from mcore_prefix_tree.plan.model_shape import trained_depths
-from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.settings import Recipe
 from mcore_prefix_tree.settings.sample_source import choose_cutting
 
@@ -102,3 +103,29 @@ class Run:
             fused_head=settings.fused_head,
             hook=make_hook(objective, folding),
         )
+
+
+# The commands that write the fields that samples may lack.
+_WRITERS = {
+    "old_logprobs": "`mcore-prefix-tree score` with the checkpoints that the samples were drawn from writes it",
+    "ref_logprobs": "`mcore-prefix-tree score --reference FOLDER` writes it",
+    "values": "`mcore-prefix-tree score` of a critic writes it",
+    "reward": "`mcore-prefix-tree score` of a reward model writes one",
+    "teacher": "`mcore-prefix-tree score --teacher-top-k K` of the teacher writes it",
+}
+
+
+def check_samples(objective: Objective, samples: Sequence[Sample]) -> None:
+    """Check before the first step that the objective can train on complete groups, rollouts or pairs.
+
+    Raises:
+        SampleError: a sample lacks a field that the objective reads, or contradicts the others of its group. Names the
+            command or setting that adds the missing field, if any.
+    """
+    try:
+        objective.check(samples)
+    except MissingSignalError as error:
+        ways_out = [table[error.field] for table in (_WRITERS, objective.remedies) if error.field in table]
+        if not ways_out:
+            raise
+        raise SampleError(f"{error}; {', or '.join(ways_out)}") from None

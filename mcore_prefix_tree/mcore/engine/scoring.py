@@ -55,22 +55,15 @@ class Scorer(Readout[Any], Protocol[S_co]):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScoringStep:
-    """Samples planned and folded, to be scored under any weights of the model: the policy's, a reference's.
-
-    Attributes:
-        sample_index: indices of the samples of each of this rank's micro-batches.
-        micro_batches: this rank's micro-batches, on the host.
-        physical_tokens: unique tokens of the micro-batches of all ranks, without padding.
-        all_tokens: whether to score every token that has a predictor, not only those with a non-zero loss mask.
-        for_main_rank: whether to send the scores only to the main rank: on GPUs each rank would otherwise hold
-            everyone's while they are sent.
-    """
+    """Samples planned and folded, to be scored under any weights of the model: the policy's, a reference's."""
 
     samples: Sequence[Sample]
-    sample_index: tuple[tuple[int, ...], ...]
-    micro_batches: list[MicroBatch]
-    physical_tokens: int
-    all_tokens: bool
+    sample_index: tuple[tuple[int, ...], ...]  # indices of the samples of each of this rank's micro-batches
+    micro_batches: list[MicroBatch]  # this rank's micro-batches, on the host
+    physical_tokens: int  # unique tokens of the micro-batches of all ranks, without padding
+    all_tokens: bool  # whether to score every token that has a predictor, not only those with a non-zero loss mask
+    # Whether to send the scores only to the main rank: on GPUs each rank would otherwise hold everyone's while they are
+    # sent.
     for_main_rank: bool = False
 
     @classmethod

@@ -11,10 +11,9 @@ import numpy as np
 import torch
 
 from mcore_prefix_tree.mcore.engine.forward_step import Reported
-from mcore_prefix_tree.mcore.engine.job import Job
+from mcore_prefix_tree.mcore.engine.job import Job, StepHook
 from mcore_prefix_tree.mcore.engine.outcome import Rows
 from mcore_prefix_tree.mcore.engine.scoring import score
-from mcore_prefix_tree.mcore.engine.step_hook import StepHook
 from mcore_prefix_tree.mcore.engine.unfolded import StockBatch, stock_forward, stock_logprobs
 from mcore_prefix_tree.mcore.outputs import Logprobs, Values
 from mcore_prefix_tree.objectives import Critic, Objective, SupervisedFineTuning

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -13,7 +14,7 @@ from mcore_prefix_tree.mcore.engine.forward_step import divided_by_tokens, with_
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.objectives import Targets
-from mcore_prefix_tree.plan import Ahead, Carrying
+from mcore_prefix_tree.plan import Carrying
 from mcore_prefix_tree.plan.plan_report import tokens_without_routes
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.utils.errors import naming_memory
@@ -21,27 +22,18 @@ from mcore_prefix_tree.utils.errors import naming_memory
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FoldedStep:
-    """A step of all ranks' samples, and this rank's part of it.
-
-    Attributes:
-        sample_index: indices of the samples of each of this rank's micro-batches.
-        micro_batches: this rank's micro-batches, on the host, with the plans of the layers' attention.
-        physical_tokens: unique tokens of the micro-batches of all ranks, without padding.
-        carried_tokens: tokens of all ranks that a first pass computes in addition, forward only.
-        carried_bytes: most memory that their keys, values, states and gradients take on a rank.
-        metrics: metrics that are known before the step runs, as (sum, weight), the same on every rank: the objective's,
-            and what the fold ratio would be without routes.
-        seconds: time that this rank took to plan and to fold.
-    """
+    """A step of all ranks' samples, and this rank's part of it."""
 
     samples: Sequence[Sample]
-    sample_index: tuple[tuple[int, ...], ...]
-    micro_batches: list[MicroBatch]
-    physical_tokens: int
-    carried_tokens: int = 0
-    carried_bytes: int = 0
+    sample_index: tuple[tuple[int, ...], ...]  # indices of the samples of each of this rank's micro-batches
+    micro_batches: list[MicroBatch]  # this rank's micro-batches, on the host, with the plans of the layers' attention
+    physical_tokens: int  # unique tokens of the micro-batches of all ranks, without padding
+    carried_tokens: int = 0  # tokens of all ranks that a first pass computes in addition, forward only
+    carried_bytes: int = 0  # most memory that their keys, values, states and gradients take on a rank
+    # Metrics that are known before the step runs, as (sum, weight), the same on every rank: the objective's, and what
+    # the fold ratio would be without routes.
     metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    seconds: float = 0.0
+    seconds: float = 0.0  # time that this rank took to plan and to fold
 
     @property
     def logical_tokens(self) -> int:
@@ -171,3 +163,39 @@ class StepPlanner(Generic[S]):
                 self._stream.close()
             self._stream = self._order.stream(consumed, num_workers=self._num_workers)
         return self._fold(self._stream.take(size.samples), size)
+
+
+K = TypeVar("K")
+T = TypeVar("T")
+
+
+class Ahead(Generic[K, T]):
+    """Makes steps by name with ``make``, in another thread, one ahead of the step in use.
+
+    The steps that come out are those requested, in any timing, and no two calls of ``make`` overlap. The thread shares
+    Python's lock with the training loop, which releases it whenever it waits for a device or for other ranks.
+    """
+
+    def __init__(self, make: Callable[[K], T]) -> None:
+        self._make = make
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mcore-prefix-tree ahead")
+        self._next: tuple[K, Future[T]] | None = None
+
+    def take(self, step: K, *, then: K | None) -> T:
+        """Return a step, begun by the last call or made now, or raise ``make``'s exception; begin the step ``then``."""
+        made = self._made(step)
+        self._next = None if then is None else (then, self._thread.submit(self._make, then))
+        return made
+
+    def close(self) -> None:
+        """End the thread, once the step in the making is done."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _made(self, step: K) -> T:
+        begun, self._next = self._next, None
+        if begun is not None:
+            # Whether it is the right one or not: nothing is made by two threads at a time.
+            wait([begun[1]])
+            if begun[0] == step:
+                return begun[1].result()
+        return self._make(step)

@@ -19,7 +19,7 @@ import torch
 
 from mcore_prefix_tree.layout.tree_chunks import ChunkLayout
 from mcore_prefix_tree.mcore.engine.folding import Folding
-from mcore_prefix_tree.mcore.engine.step_hook import Forward, StepHook
+from mcore_prefix_tree.mcore.engine.job import Forward, StepHook
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.objectives import LossOutput, LossRows, Objective, TokenObjective
 from mcore_prefix_tree.objectives.metrics import NO_SAMPLE
@@ -43,15 +43,11 @@ class ScoringRows(LossRows):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LinearRows(LossRows):
-    """A chunk's part of its tree's loss, linear in its scores.
+    """A chunk's part of its tree's loss, linear in its scores."""
 
-    Attributes:
-        slopes: derivatives of the tree's loss at the chunk's scores, and at its entropies, ``[P + X + M]`` each.
-        output: the output that the chunk reports: the tree's, or zeros.
-    """
-
+    # Derivatives of the tree's loss at the chunk's scores, and at its entropies, [P + X + M] each.
     slopes: Mapping[str, torch.Tensor]
-    output: LossOutput
+    output: LossOutput  # the output that the chunk reports: the tree's, or zeros
 
     def terms_of(self, objective: TokenObjective) -> Terms:
         return "row"

@@ -21,30 +21,20 @@ from mcore_prefix_tree.utils.upload import upload
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StockBatch:
-    """One sample as stock Megatron takes it, padded at its end if sequence parallelism needs that.
+    """One sample as stock Megatron takes it, padded at its end if sequence parallelism needs that."""
 
-    Attributes:
-        input_ids: int64 ``[1, n]``.
-        position_ids: int64 ``[1, n]``.
-        labels: int64 ``[1, n]``, the next token; 0 at the end.
-        loss_mask: float32 ``[n]``, the label's loss mask; 0 at the end.
-        length: length of the sample, without padding; 0 for a batch that is only padding.
-        temperature: divisor of the logits.
-        kept: the ids that labels were drawn from, int64 ``[2, K]``, a label's index above each id; a label with none
-            was drawn from the whole vocabulary.
-        routes: integers ``[n, layers, top-k]``, the experts of each token, -1 where the model routes; None without.
-        depth_mask: float32 ``[1, n]``, ``loss_mask`` for multi-token prediction; 0 if it is not trained.
-    """
-
-    input_ids: torch.Tensor
-    position_ids: torch.Tensor
-    labels: torch.Tensor
-    loss_mask: torch.Tensor
-    length: int
-    temperature: float
+    input_ids: torch.Tensor  # int64 [1, n]
+    position_ids: torch.Tensor  # int64 [1, n]
+    labels: torch.Tensor  # int64 [1, n], the next token; 0 at the end
+    loss_mask: torch.Tensor  # float32 [n], the label's loss mask; 0 at the end
+    length: int  # length of the sample, without padding; 0 for a batch that is only padding
+    temperature: float  # divisor of the logits
+    # The ids that labels were drawn from, int64 [2, K], a label's index above each id; a label with none was drawn from
+    # the whole vocabulary.
     kept: torch.Tensor
+    # Integers [n, layers, top-k], the experts of each token, -1 where the model routes; None without.
     routes: torch.Tensor | None
-    depth_mask: torch.Tensor
+    depth_mask: torch.Tensor  # float32 [1, n], loss_mask for multi-token prediction; 0 if it is not trained
 
     @classmethod
     def from_sample(

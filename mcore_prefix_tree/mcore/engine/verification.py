@@ -64,40 +64,29 @@ class CannotVerifyError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyReport:
-    """Largest relative errors, ``|a - b| / |b|`` in the Euclidean norm.
+    """Largest relative errors, ``|a - b| / |b|`` in the Euclidean norm."""
 
-    Attributes:
-        logprob_error: largest error over samples of the vector of log-probabilities; None for a model with a scalar
-            head.
-        entropy_error: largest error over samples of the vector of entropies; None for a model with a scalar head.
-        value_error: largest error over samples of the vector of values; None for a model with a vocabulary.
-        loss_error: error of the step's loss.
-        gradient_error: largest error over parameters and ranks of one parameter's gradient (its shard on one rank).
-        worst_parameter: name and rank of that parameter.
-        tolerance: smallest limit of each error.
-        reference: name of the run that the errors are measured against.
-        unfolded_errors: errors of the unfolded run from its own rounding, by the same names; ``FACTOR`` times them is
-            allowed. That of the loss adds up its samples' errors whatever their signs: as a single number it may be
-            next to nothing by luck. None if only ``verify.tolerance`` decides.
-        physical_tokens: tokens computed, over all micro-batches and ranks.
-        parameters: number of tensors compared, over all ranks.
-        left_out: name of a loss that is not compared, because it compares samples; None without such a loss.
-    """
-
+    # Largest error over samples of the vector of log-probabilities; None for a model with a scalar head.
     logprob_error: float | None = None
+    # Largest error over samples of the vector of entropies; None for a model with a scalar head.
     entropy_error: float | None = None
+    # Largest error over samples of the vector of values; None for a model with a vocabulary.
     value_error: float | None = None
-    loss_error: float
-    gradient_error: float
-    worst_parameter: str
-    tolerance: float
-    reference: str
+    loss_error: float  # error of the step's loss
+    gradient_error: float  # largest error over parameters and ranks of one parameter's gradient (its shard on one rank)
+    worst_parameter: str  # name and rank of that parameter
+    tolerance: float  # smallest limit of each error
+    reference: str  # name of the run that the errors are measured against
+    # Errors of the unfolded run from its own rounding, by the same names; FACTOR times them is allowed. That of the
+    # loss adds up its samples' errors whatever their signs: as a single number it may be next to nothing by luck. None
+    # if only verify.tolerance decides.
     unfolded_errors: dict[str, float] | None
     samples: int
     logical_tokens: int
-    physical_tokens: int
-    parameters: int
+    physical_tokens: int  # tokens computed, over all micro-batches and ranks
+    parameters: int  # number of tensors compared, over all ranks
     dtype: str
+    # Name of a loss that is not compared, because it compares samples; None without such a loss.
     left_out: str | None = None
 
     @property

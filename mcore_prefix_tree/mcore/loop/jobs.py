@@ -16,7 +16,7 @@ from mcore_prefix_tree.mcore.checkpoints.checkpoint import exclusive_save
 from mcore_prefix_tree.mcore.checkpoints.retention import check_not_overwritten
 from mcore_prefix_tree.mcore.engine.comparison import Comparison
 from mcore_prefix_tree.mcore.engine.evaluation import HeldOut
-from mcore_prefix_tree.mcore.engine.sample_checks import check_samples
+from mcore_prefix_tree.mcore.engine.resolve import check_samples
 from mcore_prefix_tree.mcore.engine.verification import VerifyReport
 from mcore_prefix_tree.mcore.loop.export_folder import export_model, make_parent
 from mcore_prefix_tree.mcore.loop.resolve_recipe import Data, Resolved, read_data, resolve

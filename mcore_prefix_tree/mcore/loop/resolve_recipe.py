@@ -18,8 +18,7 @@ from mcore_prefix_tree.data.source import Source
 from mcore_prefix_tree.mcore.checkpoints import checkpoint
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.random_draws import without_fp8
-from mcore_prefix_tree.mcore.engine.resolve import Run
-from mcore_prefix_tree.mcore.engine.sample_checks import check_samples
+from mcore_prefix_tree.mcore.engine.resolve import Run, check_samples
 from mcore_prefix_tree.mcore.engine.verification import CannotVerifyError, VerifyReport, verify
 from mcore_prefix_tree.mcore.loop.session import Session
 from mcore_prefix_tree.mcore.models.build_gpt import build_chunks, transformer_config

@@ -28,9 +28,8 @@ from mcore_prefix_tree.mcore.models.build_gpt import describe_size, transformer_
 from mcore_prefix_tree.mcore.ranks import is_of_lost_rank
 from mcore_prefix_tree.mcore.seam.validation import check_config
 from mcore_prefix_tree.settings import ParallelConfig, Recipe, RecipeError
-from mcore_prefix_tree.utils.errors import naming_memory
-from mcore_prefix_tree.utils.launchers import adopt_ranks
-from mcore_prefix_tree.utils.os_signals import handled_signals
+from mcore_prefix_tree.utils.errors import handled_signals, naming_memory
+from mcore_prefix_tree.utils.ranks import adopt_ranks
 
 _NEXT_CTRL_C_S = 1.0  # from when on Ctrl-C is meant as a second one
 

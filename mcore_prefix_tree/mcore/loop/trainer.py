@@ -22,11 +22,10 @@ from mcore_prefix_tree.mcore.checkpoints import checkpoint
 from mcore_prefix_tree.mcore.checkpoints.retention import remove_older
 from mcore_prefix_tree.mcore.checkpoints.saved_recipe import changed_settings
 from mcore_prefix_tree.mcore.engine.comparison import ROUNDS, Comparison, compare
-from mcore_prefix_tree.mcore.engine.evaluation import Evaluation, HeldOut
+from mcore_prefix_tree.mcore.engine.evaluation import Evaluation, HeldOut, Totals, check_finite
 from mcore_prefix_tree.mcore.engine.layer_graphs import layer_graphs
 from mcore_prefix_tree.mcore.engine.pipeline import run_schedule
 from mcore_prefix_tree.mcore.engine.step_planner import FoldedStep, StepPlanner, fold_step
-from mcore_prefix_tree.mcore.engine.totals import Totals, check_finite
 from mcore_prefix_tree.mcore.engine.verification import VerifyReport
 from mcore_prefix_tree.mcore.loop.logs import Logs, open_logs
 from mcore_prefix_tree.mcore.loop.resolve_recipe import Resolved
@@ -43,32 +42,22 @@ class DivergedError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """Report of one step.
+    """Report of one step."""
 
-    Attributes:
-        iteration: number of the step, from 1.
-        loss: loss of the recipe's objective; for plain supervised training the mean negative log-likelihood of the
-            step's supervised tokens, in nats.
-        grad_norm: norm of the gradient before clipping; None if Megatron does not compute it.
-        physical_tokens: number of tokens computed, over all ranks, without padding.
-        carried_tokens: number of tokens that ran forward once more, for chunks that read their keys and values.
-        carried_bytes: most memory that their keys, values, states and gradients take on a rank, by the plan.
-        plan_seconds: seconds that the host took for planning and folding, while the step before computed.
-        metrics: means that the objective reports, over the entire step.
-    """
-
-    iteration: int
+    iteration: int  # number of the step, from 1
+    # Loss of the recipe's objective; for plain supervised training the mean negative log-likelihood of the step's
+    # supervised tokens, in nats.
     loss: float
-    grad_norm: float | None
+    grad_norm: float | None  # norm of the gradient before clipping; None if Megatron does not compute it
     lr: float
     samples: int
     logical_tokens: int
-    physical_tokens: int
-    plan_seconds: float
+    physical_tokens: int  # number of tokens computed, over all ranks, without padding
+    plan_seconds: float  # seconds that the host took for planning and folding, while the step before computed
     seconds: float
-    carried_tokens: int = 0
-    carried_bytes: int = 0
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    carried_tokens: int = 0  # number of tokens that ran forward once more, for chunks that read their keys and values
+    carried_bytes: int = 0  # most memory that their keys, values, states and gradients take on a rank, by the plan
+    metrics: Mapping[str, float] = field(default_factory=dict)  # means that the objective reports, over the entire step
 
     @property
     def fold_ratio(self) -> float:

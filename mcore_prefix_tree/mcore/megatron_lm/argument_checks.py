@@ -49,7 +49,7 @@ from mcore_prefix_tree.mcore.megatron_lm.job_from_arguments import (
 from mcore_prefix_tree.mcore.megatron_lm.pretrain_forms import check_layers, check_megatron_lm, hybrid_pattern
 from mcore_prefix_tree.mcore.megatron_lm.step_batches import check_sizes, megatrons_calculator
 from mcore_prefix_tree.mcore.seam.validation import check_config
-from mcore_prefix_tree.utils.launchers import check_gpus
+from mcore_prefix_tree.utils.ranks import check_gpus
 
 _RANKS = (("RANK", "0"), ("WORLD_SIZE", "1"))
 

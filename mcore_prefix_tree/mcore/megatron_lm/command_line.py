@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from mcore_prefix_tree.arguments.flags import add_argument_group, readable_arguments
 from mcore_prefix_tree.arguments.refusals import ArgumentError, check_checkpoint_args, check_unused
 from mcore_prefix_tree.mcore import release
-from mcore_prefix_tree.utils.os_signals import end_without_stacks
+from mcore_prefix_tree.utils.errors import end_without_stacks
 
 
 def add_prefix_tree_args(

@@ -16,9 +16,8 @@ from mcore_prefix_tree.arguments.refusals import has_scalar_head
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.mcore.engine.backend import resolve_backend
 from mcore_prefix_tree.mcore.engine.folding import Folding
-from mcore_prefix_tree.mcore.engine.job import Job
+from mcore_prefix_tree.mcore.engine.job import Job, StepHook
 from mcore_prefix_tree.mcore.engine.resolve import Run
-from mcore_prefix_tree.mcore.engine.step_hook import StepHook
 from mcore_prefix_tree.mcore.megatron_lm.pretrain_forms import hybrid_pattern
 from mcore_prefix_tree.mcore.teachers.load_teachers import HookLoader
 from mcore_prefix_tree.objectives import Objective

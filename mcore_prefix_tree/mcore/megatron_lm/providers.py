@@ -24,9 +24,8 @@ from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.source import Source
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.forward_step import divisor_part, for_model, for_schedule, tree_forward
-from mcore_prefix_tree.mcore.engine.job import Job
-from mcore_prefix_tree.mcore.engine.sample_checks import check_samples
-from mcore_prefix_tree.mcore.engine.step_hook import StepHook
+from mcore_prefix_tree.mcore.engine.job import Job, StepHook
+from mcore_prefix_tree.mcore.engine.resolve import check_samples
 from mcore_prefix_tree.mcore.megatron_lm.argument_checks import config_in_provider
 from mcore_prefix_tree.mcore.megatron_lm.command_line import add_prefix_tree_args
 from mcore_prefix_tree.mcore.megatron_lm.hf_arguments import load_weights
@@ -53,10 +52,9 @@ from mcore_prefix_tree.mcore.ranks import all_ranks
 from mcore_prefix_tree.mcore.seam.layer_specs import is_hybrid_stack, with_prefix_tree
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.seam.multi_token import with_multi_token
-from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
+from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head, with_vocab_size
 from mcore_prefix_tree.mcore.seam.scalar_output_layer import start_new_head, with_scalar_head
 from mcore_prefix_tree.mcore.seam.validation import check_model, check_step
-from mcore_prefix_tree.mcore.seam.vocab_size import with_vocab_size
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.settings.sample_source import make_source as source_of_recipe
 from mcore_prefix_tree.utils.choices import Order

@@ -31,10 +31,9 @@ from mcore_prefix_tree.mcore.models.config_fields import (
 from mcore_prefix_tree.mcore.models.lora import with_lora
 from mcore_prefix_tree.mcore.seam.layer_specs import stock_block_spec, with_prefix_tree
 from mcore_prefix_tree.mcore.seam.multi_token import with_multi_token
-from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
+from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head, with_vocab_size
 from mcore_prefix_tree.mcore.seam.scalar_output_layer import with_scalar_head
 from mcore_prefix_tree.mcore.seam.validation import check_model
-from mcore_prefix_tree.mcore.seam.vocab_size import with_vocab_size
 from mcore_prefix_tree.plan import LatentAttention, ModelWork
 from mcore_prefix_tree.settings import ModelConfig, ParallelConfig, RecipeError
 from mcore_prefix_tree.utils.memory import available_bytes

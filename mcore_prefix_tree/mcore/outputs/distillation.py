@@ -22,17 +22,11 @@ from mcore_prefix_tree.xtoken.losses.chunk_loss import TeacherLogits
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TeacherHidden:
-    """Hidden states and weights that give a teacher's logits of a micro-batch's predictors, without a gradient.
+    """Hidden states and weights that give a teacher's logits of a micro-batch's predictors, without a gradient."""
 
-    Attributes:
-        hidden: ``[R, h]``, the teacher's last hidden states.
-        weight: ``[Vl, h]``, this rank's part of its output weight.
-        head: other inputs of its logits.
-    """
-
-    hidden: torch.Tensor
-    weight: torch.Tensor
-    head: Head
+    hidden: torch.Tensor  # [R, h], the teacher's last hidden states
+    weight: torch.Tensor  # [Vl, h], this rank's part of its output weight
+    head: Head  # other inputs of its logits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,19 +81,13 @@ def _rows(batch: MicroBatch) -> TeacherRows:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ChunkLesson:
-    """Predictions of a teacher with another tokenizer for a micro-batch's chunks.
+    """Predictions of a teacher with another tokenizer for a micro-batch's chunks."""
 
-    Attributes:
-        taught_by: hidden states of the teacher; None if the samples bring the teacher's rows.
-        number: index of the teacher among the objective's.
-        factor: factor on the weighted sum of the terms.
-    """
-
-    taught_by: TeacherHidden | None
+    taught_by: TeacherHidden | None  # hidden states of the teacher; None if the samples bring the teacher's rows
     terms: ChunkTerms
     vocabularies: Vocabularies
-    number: int
-    factor: float
+    number: int  # index of the teacher among the objective's
+    factor: float  # factor on the weighted sum of the terms
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,15 +26,11 @@ from mcore_prefix_tree.signals import Teacher
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Scores(SampleScores):
-    """Log-probabilities of one sample.
+    """Log-probabilities of one sample."""
 
-    Attributes:
-        logprobs: ``[n]`` in nats, float32 or the model's dtype if that is wider; NaN for tokens that are not scored.
-        entropy: ``[n]``, entropy of the distribution that predicts token t; None if it was not requested.
-    """
-
+    # [n] in nats, float32 or the model's dtype if that is wider; NaN for tokens that are not scored.
     logprobs: FloatArray
-    entropy: FloatArray | None
+    entropy: FloatArray | None  # [n], entropy of the distribution that predicts token t; None if it was not requested
 
     def fault(self, sample: Sample) -> str | None:
         fault = self._not_finite("log-probability", self.logprobs, sample)

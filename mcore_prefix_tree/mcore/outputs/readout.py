@@ -64,13 +64,10 @@ class Readout(Protocol[T_co]):
 
 @dataclass(frozen=True, kw_only=True)
 class VocabularyReadout(Readout[T_co]):
-    """A readout of a vocabulary's head, fused or from logits; subclasses have one of the two or both.
+    """A readout of a vocabulary's head, fused or from logits; subclasses have one of the two or both."""
 
-    Attributes:
-        fused: whether the head answers from hidden states, a chunk of logits at a time, which needs a model with
-            :func:`~mcore_prefix_tree.mcore.seam.output_layer.with_edge_head`. False reads the logits of all tokens.
-    """
-
+    # Whether the head answers from hidden states, a chunk of logits at a time, which needs a model with with_edge_head.
+    # False reads the logits of all tokens.
     fused: bool = True
 
     def arguments(self, layer: Any, batch: MicroBatch) -> dict[str, Any]:

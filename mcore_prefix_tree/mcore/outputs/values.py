@@ -25,16 +25,12 @@ from mcore_prefix_tree.utils.upload import upload
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SampleValues(SampleScores):
-    """Values of one sample.
+    """Values of one sample."""
 
-    Attributes:
-        values: ``[n]``, a critic's values; entry t for the state that token t is chosen in, as in ``Signals.values``.
-            float32, or the model's dtype if that is wider; NaN for tokens that are not scored.
-        last: value after the last token: a reward model's reward.
-    """
-
+    # [n], a critic's values; entry t for the state that token t is chosen in, as in Signals.values. float32, or the
+    # model's dtype if that is wider; NaN for tokens that are not scored.
     values: FloatArray
-    last: float
+    last: float  # value after the last token: a reward model's reward
 
     def fault(self, sample: Sample) -> str | None:
         fault = self._not_finite("value", self.values, sample)

@@ -17,8 +17,7 @@ from mcore_prefix_tree.logprob import Edges, Head, edge_logprobs, head_logprobs
 from mcore_prefix_tree.logprob.restore import expand as expand_tokens
 from mcore_prefix_tree.mcore.packed.packed_rows import FoldedRows, PackedRows
 from mcore_prefix_tree.mcore.seam.all_tokens import gather_tokens, split_tokens
-from mcore_prefix_tree.mcore.seam.output_layer import HeadRequest
-from mcore_prefix_tree.mcore.seam.vocab_size import unpadded_vocab_size
+from mcore_prefix_tree.mcore.seam.output_layer import HeadRequest, unpadded_vocab_size
 from mcore_prefix_tree.utils.upload import upload
 
 # Arguments of an output processor that come from the packed micro-batch.

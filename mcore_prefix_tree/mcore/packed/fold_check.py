@@ -35,7 +35,7 @@ from mcore_prefix_tree.mcore.packed.decoder_in_parts import (
 from mcore_prefix_tree.mcore.packed.packed_rows import FoldedRows, PackedRows
 from mcore_prefix_tree.mcore.seam.all_tokens import gather_tokens, padding_multiple, split_tokens
 from mcore_prefix_tree.mcore.seam.experts import balancing_by_sample, replaying
-from mcore_prefix_tree.mcore.seam.vocab_size import unpadded_vocab_size
+from mcore_prefix_tree.mcore.seam.output_layer import unpadded_vocab_size
 from mcore_prefix_tree.utils.upload import upload
 
 # Relative errors that are allowed. A wrong key costs 1e-2 and more. Megatron computes the loss of labels in fp32.

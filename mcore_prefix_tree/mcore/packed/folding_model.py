@@ -45,12 +45,11 @@ from mcore_prefix_tree.mcore.packed.packed_rows import (
 from mcore_prefix_tree.mcore.packed.row_depths import with_depths
 from mcore_prefix_tree.mcore.seam.all_tokens import padding_multiple
 from mcore_prefix_tree.mcore.seam.multi_token import with_multi_token
-from mcore_prefix_tree.mcore.seam.output_layer import EdgeHeadMixin, request_arguments, with_edge_head
+from mcore_prefix_tree.mcore.seam.output_layer import EdgeHeadMixin, request_arguments, with_edge_head, with_vocab_size
 from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams
 from mcore_prefix_tree.mcore.seam.routes import check_routes
 from mcore_prefix_tree.mcore.seam.tree_layers import check_follows, follow_trees
 from mcore_prefix_tree.mcore.seam.validation import check_draws, check_positions
-from mcore_prefix_tree.mcore.seam.vocab_size import with_vocab_size
 from mcore_prefix_tree.utils.errors import spelled
 from mcore_prefix_tree.utils.upload import moved, upload
 

@@ -80,15 +80,10 @@ class CarryStore:
 
 
 class Passage(NamedTuple):
-    """Rows of the store that a micro-batch reads, and those that it fills for others.
+    """Rows of the store that a micro-batch reads, and those that it fills for others."""
 
-    Attributes:
-        read: shelf, and in it the rows int64 ``[n]``, in order.
-        left: shelf, and the place int64 ``[n]`` in this micro-batch, of each row.
-    """
-
-    read: tuple[tuple[int, torch.Tensor], ...]
-    left: tuple[tuple[int, torch.Tensor], ...]
+    read: tuple[tuple[int, torch.Tensor], ...]  # shelf, and in it the rows int64 [n], in order
+    left: tuple[tuple[int, torch.Tensor], ...]  # shelf, and the place int64 [n] in this micro-batch, of each row
 
     @property
     def size(self) -> int:
@@ -111,15 +106,10 @@ class Passage(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """Tokens before a micro-batch that its attention reads: all of them, or those in a window.
+    """Tokens before a micro-batch that its attention reads: all of them, or those in a window."""
 
-    Attributes:
-        keys: the tree of stack and micro-batch, ``[S + P]``, which attention follows.
-        tokens: the S tokens of the stack, whose keys and values are read, and the tokens that others read.
-    """
-
-    keys: TreeMetadata
-    tokens: Passage
+    keys: TreeMetadata  # the tree of stack and micro-batch, [S + P], which attention follows
+    tokens: Passage  # the S tokens of the stack, whose keys and values are read, and the tokens that others read
 
     def on(self, device: torch.device | str) -> Stack:
         """Return a copy on the device."""
@@ -128,51 +118,32 @@ class Stack(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SampleCounts:
-    """The tokens of a micro-batch that count for the samples of its tree.
+    """The tokens of a micro-batch that count for the samples of its tree."""
 
-    Attributes:
-        part: name of the micro-batch in its tree.
-        is_counted: fp32 ``[P]``, 0 for a chunk's carried tokens, which the first pass has counted.
-        samples: int64 ``[n]``, the samples of the tokens that are.
-        lengths: fp32 ``[N]``, tokens of each sample.
-        loss_tokens: tokens over which losses are means; None for those of the micro-batch.
-    """
-
-    part: Hashable
-    is_counted: torch.Tensor
-    samples: torch.Tensor
-    lengths: torch.Tensor
-    loss_tokens: int | None = None
+    part: Hashable  # name of the micro-batch in its tree
+    is_counted: torch.Tensor  # fp32 [P], 0 for a chunk's carried tokens, which the first pass has counted
+    samples: torch.Tensor  # int64 [n], the samples of the tokens that are
+    lengths: torch.Tensor  # fp32 [N], tokens of each sample
+    loss_tokens: int | None = None  # tokens over which losses are means; None for those of the micro-batch
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Carry:
-    """Keys, values and states that a micro-batch of one chunk reads from others, and those that it leaves to them.
+    """Keys, values and states that a micro-batch of one chunk reads from others, and those that it leaves to them."""
 
-    Attributes:
-        keys, tokens: fields of the :class:`Stack` of all tokens.
-        windows: the stacks of layers with a window, by its size; see :meth:`within`.
-        states: the m states that are read, and those that others read, see
-            :class:`~mcore_prefix_tree.metadata.Handover`.
-        last: shelves that nobody reads after this micro-batch.
-        last_scored: shelves that nobody reads after it if the chunks run from the first to the last.
-        store: the store of the tree.
-        keeps: whether it runs forward only and fills the store: in a first pass, or where nothing trains.
-        forgets: whether what it reads last is forgotten at once, because no backward pass does that.
-        counts: its tokens that count for the samples of the tree; None where nothing trains.
-        head: last hidden states that the output layer reads, and those that others read; None if the loss reads none.
-    """
-
+    # keys, tokens: fields of the Stack of all tokens.
     keys: TreeMetadata
     tokens: Passage
-    states: Passage
-    last: tuple[int, ...]
-    last_scored: tuple[int, ...]
-    store: CarryStore
-    keeps: bool
-    forgets: bool = False
-    counts: SampleCounts | None = None
+    states: Passage  # the m states that are read, and those that others read, see Handover
+    last: tuple[int, ...]  # shelves that nobody reads after this micro-batch
+    last_scored: tuple[int, ...]  # shelves that nobody reads after it if the chunks run from the first to the last
+    store: CarryStore  # the store of the tree
+    keeps: bool  # whether it runs forward only and fills the store: in a first pass, or where nothing trains
+    forgets: bool = False  # whether what it reads last is forgotten at once, because no backward pass does that
+    counts: SampleCounts | None = None  # its tokens that count for the samples of the tree; None where nothing trains
+    # Last hidden states that the output layer reads, and those that others read; None if the loss reads none.
     head: Passage | None = None
+    # The stacks of layers with a window, by its size; see within.
     windows: Mapping[int, Stack] = field(default_factory=dict)
 
     @property

@@ -18,14 +18,7 @@ from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 
 from mcore_prefix_tree.mcore.seam.core_attention import check_batch_size
 from mcore_prefix_tree.mcore.seam.delta_levels import check_kernels, follow_levels
-from mcore_prefix_tree.mcore.seam.levels import (
-    Levels,
-    Padded,
-    PaddedLevels,
-    convolve_paths,
-    leave_states,
-    read_states,
-)
+from mcore_prefix_tree.mcore.seam.levels import Levels, Padded, PaddedLevels, convolve_paths, leave_states, read_states
 from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams, get_tree_params
 
 MAKES_ALL_INPUTS = hasattr(GatedDeltaNet, "_compute_gates")

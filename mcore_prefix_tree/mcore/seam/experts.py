@@ -35,22 +35,14 @@ class Multiplicity:
 
     Rows of nodes end with one of padding and one of zeros. A sum over a path takes one jump for each power of two of
     nodes, O(N log depth), where a sum of tokens would cancel in fp32 and a matrix has ``S * N`` entries.
-
-    Attributes:
-        of_token: fp32 ``[P]``, number of samples through each token; 0 for padding.
-        node: int64 ``[P]``, the node of each token; N for padding.
-        jumps: int64 ``[J, N + 2]``, the ancestor 1, 2, 4, ... nodes above each node; N + 1 above a root.
-        last: int64 ``[S]``, the last node of each sample; N + 1 for a sample that is not here.
-        lengths: fp32 ``[S]``, tokens of each sample here, at least 1.
-        logical_tokens: tokens of all samples here.
     """
 
-    of_token: torch.Tensor
-    node: torch.Tensor
-    jumps: torch.Tensor
-    last: torch.Tensor
-    lengths: torch.Tensor
-    logical_tokens: int
+    of_token: torch.Tensor  # fp32 [P], number of samples through each token; 0 for padding
+    node: torch.Tensor  # int64 [P], the node of each token; N for padding
+    jumps: torch.Tensor  # int64 [J, N + 2], the ancestor 1, 2, 4, ... nodes above each node; N + 1 above a root.
+    last: torch.Tensor  # int64 [S], the last node of each sample; N + 1 for a sample that is not here
+    lengths: torch.Tensor  # fp32 [S], tokens of each sample here, at least 1
+    logical_tokens: int  # tokens of all samples here
 
     @classmethod
     def of(cls, metadata: TreeMetadata) -> Multiplicity:

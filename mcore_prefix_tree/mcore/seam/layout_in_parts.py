@@ -35,19 +35,12 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class LaidOutPart(NamedTuple):
-    """A part of a layout, and how it takes part in the exchange with others.
+    """A part of a layout, and how it takes part in the exchange with others."""
 
-    Attributes:
-        layout: the tokens that it runs.
-        sample_node: int32 ``[S]``, the last node of each sample in it, or -1.
-        handover: the states that it reads and leaves.
-        carry: the keys, values and states that it reads and leaves.
-    """
-
-    layout: ChunkLayout
-    sample_node: Int32Array
-    handover: Handover
-    carry: Carry
+    layout: ChunkLayout  # the tokens that it runs
+    sample_node: Int32Array  # int32 [S], the last node of each sample in it, or -1
+    handover: Handover  # the states that it reads and leaves
+    carry: Carry  # the keys, values and states that it reads and leaves
 
     def set_in(self, params: TreePackedSeqParams) -> TreePackedSeqParams:
         """Return the parameters of the part's layout with the exchange."""
@@ -59,32 +52,21 @@ class LaidOutPart(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayoutInParts:
-    """A layout above the budget, and the parts that run it.
-
-    Attributes:
-        chunks: the chunks, in the order of the layout.
-        carried: int64 ``[X]``, the tokens that chunks read, as indices in ``layout``, in the order of the first pass.
-        owner: int64 ``[X]``, the chunk of each.
-        reader: int64 ``[X]``, the last chunk that reads each.
-        passes: the first passes over them; empty if the chunks themselves run ahead.
-        shelf, row: int64 ``[X]``, the place of each in the store.
-        trains: see :class:`~mcore_prefix_tree.plan.Carrying`.
-        loss_tokens: tokens over which balancing losses are means; None for those of each part.
-        windows: windows of attention layers, which keep only what parts see through them.
-    """
+    """A layout above the budget, and the parts that run it."""
 
     layout: FlatLayout
-    chunks: Sequence[TreePart]
-    carried: Int64Array
-    owner: Int64Array
-    reader: Int64Array
-    passes: Sequence[TreePart]
+    chunks: Sequence[TreePart]  # the chunks, in the order of the layout
+    carried: Int64Array  # int64 [X], the tokens that chunks read, as indices in layout, in the order of the first pass
+    owner: Int64Array  # int64 [X], the chunk of each
+    reader: Int64Array  # int64 [X], the last chunk that reads each
+    passes: Sequence[TreePart]  # the first passes over them; empty if the chunks themselves run ahead
+    # shelf, row: int64 [X], the place of each in the store.
     shelf: Int64Array
     row: Int64Array
     store: CarryStore
-    trains: bool
-    loss_tokens: int | None
-    windows: tuple[int, ...]
+    trains: bool  # see Carrying
+    loss_tokens: int | None  # tokens over which balancing losses are means; None for those of each part
+    windows: tuple[int, ...]  # windows of attention layers, which keep only what parts see through them
 
     @classmethod
     def of(

@@ -29,28 +29,20 @@ class Level:
     """n segments with equally many branch points above them: one batch of sequences.
 
     Those whose last state is kept come first, and the long before the short.
-
-    Attributes:
-        start: place of its first token in :attr:`Levels.order`.
-        end: place after its last token.
-        cu_lens: int64 ``[n + 1]``, borders of the segments, from 0.
-        parent: int64 ``[n]``, each segment's first state among the kept ones of the level above; a root's among the m
-            given ones and one of zeros, of no use if none is given.
-        kept: number of segments whose last state is kept, for children or for other micro-batches.
-        chunks: int64 ``[c, 2]``, the segment and the place in it of each chunk of 64 tokens. FLA's rule would compute
-            them from ``cu_lens``, and wait for the device.
-        offsets: int64 ``[n + 1]``, number of chunks before each segment, and of all.
-        lens: int64 NumPy ``[n]``, tokens of each segment.
     """
 
-    start: int
-    end: int
-    cu_lens: torch.Tensor
+    start: int  # place of its first token in Levels.order
+    end: int  # place after its last token
+    cu_lens: torch.Tensor  # int64 [n + 1], borders of the segments, from 0
+    # int64 [n], each segment's first state among the kept ones of the level above; a root's among the m given ones and
+    # one of zeros, of no use if none is given.
     parent: torch.Tensor
-    kept: int
+    kept: int  # number of segments whose last state is kept, for children or for other micro-batches
+    # int64 [c, 2], the segment and the place in it of each chunk of 64 tokens. FLA's rule would compute them from
+    # cu_lens, and wait for the device.
     chunks: torch.Tensor
-    offsets: torch.Tensor
-    lens: Int64Array
+    offsets: torch.Tensor  # int64 [n + 1], number of chunks before each segment, and of all
+    lens: Int64Array  # int64 NumPy [n], tokens of each segment
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,37 +51,25 @@ class Levels:
 
     The states of a layer are the m given ones and one of zeros for the other roots, if any is given, and then those
     that each level keeps.
-
-    Attributes:
-        levels: from the roots down.
-        cu_lens: int64 ``[G + 1]``, borders of the segments of all levels; ``chunks`` and ``offsets`` as a level's.
-        first_state: int64 ``[G]``, the state that each segment begins with; one of zeros comes first if none is given.
-        order: int64 ``[P]``, flat index of each token.
-        inverse: int64 ``[P]``, place of each flat token in ``order``.
-        host_order: the same as a NumPy array.
-        first: int64 NumPy ``[G]``, place in ``order`` of each segment's first token, ascending.
-        above: int64 NumPy ``[P]``, place in ``order`` of each token's predecessor on its path; P if it has none, and
-            P + 1 + i if it follows given state i.
-        state: int64 NumPy ``[G]``, the state that each segment begins with; of no use to roots if none is given.
-        left: int64 ``[n]``, the states that other micro-batches read.
-        left_at: int64 NumPy ``[n]``, place in ``order`` of the last token before each of them.
-        given: m.
     """
 
-    levels: tuple[Level, ...]
-    cu_lens: torch.Tensor
+    levels: tuple[Level, ...]  # from the roots down
+    cu_lens: torch.Tensor  # int64 [G + 1], borders of the segments of all levels; chunks and offsets as a level's
     chunks: torch.Tensor
     offsets: torch.Tensor
+    # int64 [G], the state that each segment begins with; one of zeros comes first if none is given.
     first_state: torch.Tensor
-    order: torch.Tensor
-    inverse: torch.Tensor
-    host_order: Int64Array
-    first: Int64Array
+    order: torch.Tensor  # int64 [P], flat index of each token
+    inverse: torch.Tensor  # int64 [P], place of each flat token in order
+    host_order: Int64Array  # the same as a NumPy array
+    first: Int64Array  # int64 NumPy [G], place in order of each segment's first token, ascending
+    # int64 NumPy [P], place in order of each token's predecessor on its path; P if it has none, and P + 1 + i if it
+    # follows given state i.
     above: Int64Array
-    state: Int64Array
-    left: torch.Tensor
-    left_at: Int64Array
-    given: int
+    state: Int64Array  # int64 NumPy [G], the state that each segment begins with; of no use to roots if none is given
+    left: torch.Tensor  # int64 [n], the states that other micro-batches read
+    left_at: Int64Array  # int64 NumPy [n], place in order of the last token before each of them
+    given: int  # m
 
     @classmethod
     def of(cls, metadata: TreeMetadata) -> Levels:
@@ -210,16 +190,11 @@ class PathRows:
 
     A causal convolution of the row is that of every path, at the segments' own tokens. Behind P flat tokens come zeros,
     and then the W - 1 tokens before each given state: the last one of each, the one before it, and so on.
-
-    Attributes:
-        tokens: int64 ``[P + G * (W - 1)]``, index of each of the row's tokens, P for the zeros before a root.
-        own: int64 ``[P]``, where the row has the tokens of :attr:`Levels.order`.
-        left: int64 ``[n, W - 1]``, indices of the tokens before each state that other micro-batches read.
     """
 
-    tokens: torch.Tensor
-    own: torch.Tensor
-    left: torch.Tensor
+    tokens: torch.Tensor  # int64 [P + G * (W - 1)], index of each of the row's tokens, P for the zeros before a root
+    own: torch.Tensor  # int64 [P], where the row has the tokens of Levels.order
+    left: torch.Tensor  # int64 [n, W - 1], indices of the tokens before each state that other micro-batches read
 
     @classmethod
     def of(cls, metadata: TreeMetadata, width: int) -> PathRows:
@@ -287,27 +262,18 @@ def leave_states(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Padded:
-    """m runs of tokens as sequences of one length L.
+    """m runs of tokens as sequences of one length L."""
 
-    Attributes:
-        tokens: int64 ``[m * L]``, place of each token; after a run's end, that of its last token.
-        is_token: bool ``[m, L]``.
-        own: int64, places in ``tokens`` of the runs' own tokens.
-    """
-
-    tokens: torch.Tensor
-    is_token: torch.Tensor
-    own: torch.Tensor
+    tokens: torch.Tensor  # int64 [m * L], place of each token; after a run's end, that of its last token
+    is_token: torch.Tensor  # bool [m, L]
+    own: torch.Tensor  # int64, places in tokens of the runs' own tokens
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PaddedLevels:
-    """The levels for a rule that has no sequences in one row; the longest of a batch is at most twice the shortest.
+    """The levels for a rule that has no sequences in one row; the longest of a batch is at most twice the shortest."""
 
-    Attributes:
-        levels: for each level, batches of segments that follow each other; places are those in the level.
-    """
-
+    # For each level, batches of segments that follow each other; places are those in the level.
     levels: tuple[tuple[Padded, ...], ...]
 
     @classmethod
@@ -339,40 +305,24 @@ def _padded(places: Int64Array, lens: Int64Array, device: torch.device, unit: in
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Runs:
-    """One run of tokens for each of some states, in batches.
+    """One run of tokens for each of some states, in batches."""
 
-    Attributes:
-        batches: the runs, long before short; places are those in :attr:`Levels.order`.
-        points: for each batch int64 ``[m]``, the states of its runs.
-    """
-
-    batches: tuple[Padded, ...]
-    points: tuple[torch.Tensor, ...]
+    batches: tuple[Padded, ...]  # the runs, long before short; places are those in Levels.order
+    points: tuple[torch.Tensor, ...]  # for each batch int64 [m], the states of its runs
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BranchPoints:
-    """The K states of a layer, for products that are grouped by state.
+    """The K states of a layer, for products that are grouped by state."""
 
-    Attributes:
-        segment: int32 ``[P]``, segment of each token of :attr:`Levels.order`, ascending.
-        first: int64 ``[G]``, place of each segment's first token.
-        last: int64 ``[k]``, place of the last token before each of the states that levels keep.
-        own: the tokens of the segments that end with these states.
-        row: int64 ``[k]``, where the batches of ``own`` have each of these states.
-        below: the tokens of all segments that begin with a state.
-        start: place of the first of them.
-        slot: int64, where the batches of ``below`` have each of them, in the order of the levels.
-    """
-
-    segment: torch.Tensor
-    first: torch.Tensor
-    last: torch.Tensor
-    own: Runs
-    row: torch.Tensor
-    below: Runs
-    start: int
-    slot: torch.Tensor
+    segment: torch.Tensor  # int32 [P], segment of each token of Levels.order, ascending
+    first: torch.Tensor  # int64 [G], place of each segment's first token
+    last: torch.Tensor  # int64 [k], place of the last token before each of the states that levels keep
+    own: Runs  # the tokens of the segments that end with these states
+    row: torch.Tensor  # int64 [k], where the batches of own have each of these states
+    below: Runs  # the tokens of all segments that begin with a state
+    start: int  # place of the first of them
+    slot: torch.Tensor  # int64, where the batches of below have each of them, in the order of the levels
 
     @classmethod
     def of(cls, metadata: TreeMetadata) -> BranchPoints:

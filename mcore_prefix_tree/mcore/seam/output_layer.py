@@ -21,31 +21,27 @@ from megatron.core.tensor_parallel import (
 )
 
 from mcore_prefix_tree.logprob import Edges, Head
+from mcore_prefix_tree.logprob.edges import mask_padding_
 from mcore_prefix_tree.mcore.seam.carried_keys import Carry
 from mcore_prefix_tree.mcore.seam.core_attention import change_class
-from mcore_prefix_tree.mcore.seam.vocab_size import vocab_size_of_layer
 
 Model = TypeVar("Model", bound=torch.nn.Module)
+
+_UNPADDED = "unpadded_vocab_size"  # attribute of an output layer with columns of padding
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HeadRequest:
-    """Request to the output layer in place of logits.
+    """Request to the output layer in place of logits."""
 
-    Attributes:
-        edges: edges whose predictors' hidden states are read.
-        temperature: ``[P]``, divisor of the logits; None is 1.
-        head_chunk_rows: most predictors whose logits the head holds at a time; None leaves it to the head.
-        answer: function of these hidden states ``[R, h]``, or with D distributions over kept sets ``[R + D, h]``, the
-            weight ``[Vl, h]`` and the head that returns ``[N, C]``.
-        carry: the hidden states of other chunks of a tree, in place of other states: m that are read come behind those
-            of the edges, and some are left. None for neither.
-    """
-
-    edges: Edges
-    temperature: torch.Tensor | None
-    head_chunk_rows: int | None
+    edges: Edges  # edges whose predictors' hidden states are read
+    temperature: torch.Tensor | None  # [P], divisor of the logits; None is 1
+    head_chunk_rows: int | None  # most predictors whose logits the head holds at a time; None leaves it to the head
+    # Function of these hidden states [R, h], or with D distributions over kept sets [R + D, h], the weight [Vl, h] and
+    # the head that returns [N, C].
     answer: Callable[[torch.Tensor, torch.Tensor, Head], torch.Tensor]
+    # The hidden states of other chunks of a tree, in place of other states: m that are read come behind those of the
+    # edges, and some are left. None for neither.
     carry: Carry | None = None
 
     def __bool__(self) -> bool:
@@ -154,7 +150,7 @@ def _head(
         group=layer.tp_group if layer.tp_group.size() > 1 else None,
         head_chunk_rows=head_chunk_rows,
         weight_grad=_MainGrad(weight) if layer.gradient_accumulation_fusion and hasattr(weight, "main_grad") else None,
-        vocab_size=vocab_size_of_layer(layer),
+        vocab_size=getattr(layer, _UNPADDED, None),
     )
 
 
@@ -202,3 +198,46 @@ class _MainGrad:
 def request_arguments(request: HeadRequest) -> dict[str, Any]:
     """Return the keywords of the model's forward that carry a request to the output layer."""
     return {"runtime_gather_output": request}
+
+
+def with_vocab_size(model: Model, vocab_size: int | None) -> Model:
+    """Let a model's output layer give no probability to columns of padding.
+
+    Megatron-Core's softmax counts these columns as tokens. A model without padding stays the same, and so does one
+    whose output layer has no column for each token, as a critic's.
+
+    Args:
+        model: a bare ``GPTModel`` or ``HybridModel`` or any of its pipeline stages; changed in place. State-dict keys
+            stay.
+        vocab_size: number of tokens of the vocabulary; columns from this id on are padding. None means no padding.
+
+    Returns:
+        The same model.
+    """
+    layer: Any = getattr(model, "output_layer", None)
+    columns: int | None = getattr(layer, "output_size", None)
+    if vocab_size is None or columns is None or columns != model.vocab_size or vocab_size >= columns:
+        return model
+    if not hasattr(layer, _UNPADDED):
+        layer.register_forward_hook(_mask_padding, with_kwargs=True)
+    setattr(layer, _UNPADDED, vocab_size)
+    return model
+
+
+def unpadded_vocab_size(model: Any) -> int:
+    """Return the number of tokens of a bare model's vocabulary, without padding."""
+    size: int = getattr(getattr(model, "output_layer", None), _UNPADDED, model.vocab_size)
+    return size
+
+
+def _mask_padding(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """Mask logits, as torch's forward hook; a request's answer has no padding."""
+    if not isinstance(kwargs.get("runtime_gather_output"), bool | None):
+        return output
+    logits = output[0]
+    if logits.requires_grad and logits._is_view():
+        # A single rank gathers a view, which torch does not allow to be written to.
+        logits = logits.clone()
+    is_whole = logits.shape[-1] > layer.output_size_per_partition
+    start = 0 if is_whole else layer.tp_group.rank() * layer.output_size_per_partition
+    return mask_padding_(logits, getattr(layer, _UNPADDED), start), *output[1:]

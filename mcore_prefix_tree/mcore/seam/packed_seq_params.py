@@ -88,21 +88,16 @@ class DepthPackedSeqParams(TreePackedSeqParams):
     """Parameters of a depth of multi-token prediction, whose paths begin as many tokens later.
 
     Row u has the hidden state of u's predecessor and the embedding of u, and predicts u's children.
-
-    Attributes:
-        parent: int64 ``[P]``, the predecessor of each token; a token without one has its own index. P + i is the i-th
-            token of other chunks that this one follows.
-        left: int64 ``[n]``, the tokens whose hidden states other chunks are given.
-        edges: the scored edges of the depth.
-        weight: float64 ``[E]``, weights of their losses.
-        scale: factor of their sum, the divisor of the step's loss over its scored tokens: the depths' own mean is over
-            these, whatever divides the gradients.
     """
 
+    # int64 [P], the predecessor of each token; a token without one has its own index. P + i is the i-th token of other
+    # chunks that this one follows.
     parent: torch.Tensor
-    left: torch.Tensor
-    edges: Edges
-    weight: torch.Tensor
+    left: torch.Tensor  # int64 [n], the tokens whose hidden states other chunks are given
+    edges: Edges  # the scored edges of the depth
+    weight: torch.Tensor  # float64 [E], weights of their losses
+    # Factor of their sum, the divisor of the step's loss over its scored tokens: the depths' own mean is over these,
+    # whatever divides the gradients.
     scale: float | torch.Tensor = 1.0
 
     @classmethod

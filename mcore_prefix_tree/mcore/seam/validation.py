@@ -18,8 +18,8 @@ from megatron.core.utils import get_model_config
 from mcore_prefix_tree.mcore.release import HAS_DEPTHS, HAS_SPARSE_ATTENTION, NEEDS_DEPTHS
 from mcore_prefix_tree.mcore.seam.hybrid_layers import check_pattern
 from mcore_prefix_tree.plan.model_shape import DELTA_NETS, depth_letters
-from mcore_prefix_tree.utils.launchers import is_first_rank
 from mcore_prefix_tree.utils.randomness import random_part
+from mcore_prefix_tree.utils.ranks import is_first_rank
 
 logger = logging.getLogger(__name__)
 

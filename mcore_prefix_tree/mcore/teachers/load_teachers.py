@@ -15,8 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_prefix_tree.mcore.checkpoints import checkpoint
 from mcore_prefix_tree.mcore.engine.backend import attention_cases_of_model, resolve_backend
-from mcore_prefix_tree.mcore.engine.job import Job
-from mcore_prefix_tree.mcore.engine.step_hook import StepHook
+from mcore_prefix_tree.mcore.engine.job import Job, StepHook
 from mcore_prefix_tree.mcore.models.bridge import described
 from mcore_prefix_tree.mcore.models.build_gpt import build_chunks, transformer_config
 from mcore_prefix_tree.mcore.models.lora import load_start
@@ -27,33 +26,21 @@ from mcore_prefix_tree.objectives import BoundCrossTokenizer, Distillation
 from mcore_prefix_tree.objectives.objective import Output
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.settings import ModelConfig, ObjectiveConfig, ParallelConfig, Recipe, RecipeError
-from mcore_prefix_tree.settings.teachers import (
-    check_stage,
-    parallel_of_teachers,
-    teacher_recipes,
-)
+from mcore_prefix_tree.settings.teachers import check_stage, parallel_of_teachers, teacher_recipes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HookLoader:
-    """Loader of a job's step hook, for example of teachers with their last checkpoints' weights.
-
-    Attributes:
-        job: job without its hook.
-        first_step: function that returns samples for a teacher's ``attention_backend: auto`` to look at.
-        vocab_size: number of tokens of the student's vocabulary.
-        padded_vocab_size: number of rows of its embedding.
-        say: function that receives which weights they are, on every rank.
-        on_last_stage: whether all layers of a teacher are on the student's last pipeline stage; else it has the same
-            stages.
-    """
+    """Loader of a job's step hook, for example of teachers with their last checkpoints' weights."""
 
     student: Recipe
-    job: Job
+    job: Job  # job without its hook
+    # Function that returns samples for a teacher's attention_backend: auto to look at.
     first_step: Callable[[], Sequence[Sample]]
-    vocab_size: int
-    padded_vocab_size: int
-    say: Callable[[str], None]
+    vocab_size: int  # number of tokens of the student's vocabulary
+    padded_vocab_size: int  # number of rows of its embedding
+    say: Callable[[str], None]  # function that receives which weights they are, on every rank
+    # Whether all layers of a teacher are on the student's last pipeline stage; else it has the same stages.
     on_last_stage: bool = False
 
     def hook(self) -> StepHook:

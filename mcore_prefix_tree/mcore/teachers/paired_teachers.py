@@ -22,7 +22,7 @@ from mcore_prefix_tree.logprob import Chunks
 from mcore_prefix_tree.logprob.edges import ROWS, slices
 from mcore_prefix_tree.mcore.engine.carried_trees import cut_to_score
 from mcore_prefix_tree.mcore.engine.folding import Folding
-from mcore_prefix_tree.mcore.engine.step_hook import Forward, StepHook
+from mcore_prefix_tree.mcore.engine.job import Forward, StepHook
 from mcore_prefix_tree.mcore.outputs import TeacherHidden
 from mcore_prefix_tree.mcore.outputs.distillation import ChunkLesson, chunk_rows
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch

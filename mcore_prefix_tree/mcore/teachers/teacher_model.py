@@ -19,8 +19,8 @@ from megatron.core.utils import get_attr_wrapped_model
 from mcore_prefix_tree.attention import Case
 from mcore_prefix_tree.layout import fold
 from mcore_prefix_tree.mcore.engine.folding import plan_attention
+from mcore_prefix_tree.mcore.engine.job import Forward, StepHook
 from mcore_prefix_tree.mcore.engine.pipeline import forward_only
-from mcore_prefix_tree.mcore.engine.step_hook import Forward, StepHook
 from mcore_prefix_tree.mcore.outputs import Hidden, TeacherHidden
 from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch, from_first_to_last
@@ -37,15 +37,12 @@ class TeacherRanks:
     The ranks of a pipeline stage, in order, are cut into runs of T: one run holds a teacher once. With T a multiple of
     the student's tensor-parallel size t, the T / t replicas of the student in a run ask together: the teacher reads the
     micro-batches of all of them, and each keeps its own answers. With T = 1 each rank has the complete teacher.
-
-    Attributes:
-        groups: Megatron's process groups for the teacher's modules. ``tp`` are the T ranks that hold it once, ``dp_cp``
-            the ranks that hold the same part of it.
-        on_last_stage: whether all of its layers are only on the ranks of the student's last pipeline stage.
     """
 
+    # Megatron's process groups for the teacher's modules. tp are the T ranks that hold it once, dp_cp the ranks that
+    # hold the same part of it.
     groups: ProcessGroupCollection
-    on_last_stage: bool = False
+    on_last_stage: bool = False  # whether all of its layers are only on the ranks of the student's last pipeline stage
 
     @classmethod
     def of(cls, tensor_parallel: int, *, on_last_stage: bool = False) -> TeacherRanks | None:
@@ -129,19 +126,14 @@ def _made(members: Sequence[int]) -> dist.ProcessGroup | None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TeacherModel(StepHook):
-    """This rank's part of a teacher, sharded like its student or in a separate layout.
+    """This rank's part of a teacher, sharded like its student or in a separate layout."""
 
-    Attributes:
-        chunks: bare model chunks with edge heads and frozen weights; empty on ranks without a part.
-        attention_backend: name of the attention back-end for its heads; the student's heads may have another size.
-        ranks: ranks of a layout other than the student's; None is the student's.
-        columns: ``[V / tp, h]``, output weight on the last stage in another layout, sharded over the student's ranks.
-    """
-
+    # Bare model chunks with edge heads and frozen weights; empty on ranks without a part.
     chunks: Sequence[torch.nn.Module]
-    attention_backend: str
+    attention_backend: str  # name of the attention back-end for its heads; the student's heads may have another size
     attention_cases: Sequence[Case]
-    ranks: TeacherRanks | None = None
+    ranks: TeacherRanks | None = None  # ranks of a layout other than the student's; None is the student's
+    # [V / tp, h], output weight on the last stage in another layout, sharded over the student's ranks.
     columns: torch.Tensor | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:

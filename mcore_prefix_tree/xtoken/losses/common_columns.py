@@ -24,15 +24,10 @@ RELAXED = 0.6
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Part:
-    """One model's vocabulary on this rank; columns from its end on are padding, which no loss reads.
+    """One model's vocabulary on this rank; columns from its end on are padding, which no loss reads."""
 
-    Attributes:
-        size: V, number of tokens of the vocabulary, without padding.
-        borders: first column of each rank, and the end of the last, padding included.
-    """
-
-    size: int
-    borders: tuple[int, ...]
+    size: int  # V, number of tokens of the vocabulary, without padding
+    borders: tuple[int, ...]  # first column of each rank, and the end of the last, padding included
     group: Group = None
 
     @classmethod

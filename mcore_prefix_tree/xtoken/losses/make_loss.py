@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mcore_prefix_tree.logprob.log1mexp import log1mexp
+from mcore_prefix_tree.logprob.softmax import log1mexp
 from mcore_prefix_tree.xtoken.losses.chunk_loss import ChunkLoss, Vocabularies, gathered, kl
 from mcore_prefix_tree.xtoken.losses.collectives import group_size, log_softmax, sorted_over, sum_over
 from mcore_prefix_tree.xtoken.losses.common_columns import CommonColumns, common_tokens

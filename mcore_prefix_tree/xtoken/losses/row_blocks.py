@@ -21,24 +21,15 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BlockSide:
-    """The predictors of one model's chunks in a block.
+    """The predictors of one model's chunks in a block."""
 
-    Attributes:
-        rows: int64 ``[A]``, indices of the head's rows that the block reads, ascending.
-        row: int64 ``[n]``, each predictor's place in ``rows``.
-        chunk: int64 ``[n]``, chunk that each predictor belongs to, ascending.
-        token: int64 ``[n]``, the token that it predicts.
-        share: float64 ``[n]``, one over the predictors of its chunk.
-        last: int64 ``[C]``, the last predictor of each chunk.
-        realised: float64 ``[n]``, log-probability of each ``token``, if it is known beforehand; otherwise None.
-    """
-
-    rows: torch.Tensor
-    row: torch.Tensor
-    chunk: torch.Tensor
-    token: torch.Tensor
-    share: torch.Tensor
-    last: torch.Tensor
+    rows: torch.Tensor  # int64 [A], indices of the head's rows that the block reads, ascending
+    row: torch.Tensor  # int64 [n], each predictor's place in rows
+    chunk: torch.Tensor  # int64 [n], chunk that each predictor belongs to, ascending
+    token: torch.Tensor  # int64 [n], the token that it predicts
+    share: torch.Tensor  # float64 [n], one over the predictors of its chunk
+    last: torch.Tensor  # int64 [C], the last predictor of each chunk
+    # float64 [n], log-probability of each token, if it is known beforehand; otherwise None.
     realised: torch.Tensor | None = None
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
@@ -54,17 +45,12 @@ class BlockSide:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Block:
-    """Some chunks of a micro-batch.
+    """Some chunks of a micro-batch."""
 
-    Attributes:
-        chunks: slice of the ordered chunks.
-        weight: float64 ``[C]``, weight of each chunk's term.
-    """
-
-    chunks: slice
+    chunks: slice  # slice of the ordered chunks
     student: BlockSide
     teacher: BlockSide
-    weight: torch.Tensor
+    weight: torch.Tensor  # float64 [C], weight of each chunk's term
 
 
 def ordered(chunks: Chunks) -> Chunks:

@@ -55,16 +55,13 @@ from mcore_prefix_tree.utils.errors import naming_memory
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FoldedMicroBatch:
-    """A folded micro-batch, on the host, and the one of the loop whose place it takes.
-
-    Attributes:
-        folded: number of tokens in the step's trajectories, without padding and tokens after their last scored one;
-            and the number of unique ones among them, an ancestor counted once per micro-batch that needs it.
-    """
+    """A folded micro-batch, on the host, and the one of the loop whose place it takes."""
 
     batch: MicroBatch
     readout: Readout[LossOutput]
     loops: LoopMicroBatch
+    # Number of tokens in the step's trajectories, without padding and tokens after their last scored one; and the
+    # number of unique ones among them, an ancestor counted once per micro-batch that needs it.
     folded: tuple[float, float]
 
 

@@ -1,1 +1,0 @@
-"""Measurements of training steps, and the machine that they belong to."""
