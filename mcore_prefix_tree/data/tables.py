@@ -111,11 +111,11 @@ def _without_nulls(value: Any) -> Any:
 class _Parquet:
     kind, way_out = "a row group", " (row_group_size of the writer)"
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, metadata: Any = None) -> None:
         # A buffered stream decodes a column as it goes, rather than from all of its bytes.
-        self._file = pq.ParquetFile(path, buffer_size=1 << 20, page_checksum_verification=True)
-        self.schema, groups = self._file.schema_arrow, range(self._file.num_row_groups)
-        self.rows = [self._file.metadata.row_group(group).num_rows for group in groups]
+        self._file = pq.ParquetFile(path, metadata=metadata, buffer_size=1 << 20, page_checksum_verification=True)
+        self.schema, self.metadata = self._file.schema_arrow, self._file.metadata
+        self.rows = [self.metadata.row_group(group).num_rows for group in range(self.metadata.num_row_groups)]
 
     def batches(self, columns: list[str], chunks: Collection[int]) -> Iterator[tuple[Any, int]]:
         """Yield record batches of some columns and chunks, with the bytes that they take in memory."""
@@ -125,7 +125,7 @@ class _Parquet:
 
     def least_bytes(self, columns: list[str], chunk: int) -> int:
         """Return the bytes of a row group's numbers, from the file's metadata, whose own size is the packed one."""
-        group, bits = self._file.metadata.row_group(chunk), 0
+        group, bits = self.metadata.row_group(chunk), 0
         for number in range(group.num_columns):
             leaf, values = self._file.schema.column(number), group.column(number).num_values
             if leaf.path.partition(".")[0] in columns:
@@ -139,6 +139,8 @@ class _Parquet:
 
 class _Arrow:
     """A file, which has an index of its record batches, or a stream, which has none and is one chunk."""
+
+    metadata = None
 
     def __init__(self, path: str) -> None:
         self._mapped = pa.memory_map(path).read_buffer()
@@ -173,11 +175,12 @@ class _Arrow:
         """Do nothing: the last array that looks into the file unmaps it."""
 
 
-def _open(path: str) -> _Parquet | _Arrow:
+def _open(path: str, metadata: Any = None) -> _Parquet | _Arrow:
+    """Open a table; ``metadata`` of an earlier opening spares reading those of all row groups again."""
     check_regular(path)
     if not is_utf8(path):
         raise SampleError(f"{path}: Arrow opens no path that is not UTF-8; rename the file")
-    return _Parquet(path) if path.lower().endswith(".parquet") else _Arrow(path)
+    return _Parquet(path, metadata) if path.lower().endswith(".parquet") else _Arrow(path)
 
 
 def _columns(path: str, schema: Any, names: FieldNames) -> list[str]:
@@ -259,7 +262,7 @@ class RowIndex:
             self._file = Unchanged.since_now(path)
             self.size = self._file.size
             with closing(_open(path)) as table:
-                self._columns = _columns(path, table.schema, names)
+                self._columns, self._metadata = _columns(path, table.schema, names), table.metadata
                 self._first_row = np.cumsum([0, *table.rows])
         except _FAULTS as error:
             raise SampleError(f"{path}: cannot be read: {error}") from error
@@ -283,7 +286,7 @@ class RowIndex:
         first, end = self._first_row[chunk : chunk + 2].tolist()
         batches: list[Any] = []
         try:
-            with closing(_open(self._path)) as table:
+            with closing(_open(self._path, self._metadata)) as table:
                 if table.rows != np.diff(self._first_row).tolist():
                     raise self._file.error()
                 # A few rows at a time, because of text nothing says the size beforehand: a dictionary holds it once.

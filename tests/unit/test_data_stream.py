@@ -312,8 +312,7 @@ for way, workers in (("streamed", 1), ("streamed", 0), ("held", 0)):
     ("form", "limit"),
     [
         pytest.param("jsonl", 8e6, marks=pytest.mark.ci),
-        # Arrow's allocator keeps most of it for the next chunk.
-        *(pytest.param(form, 40e6, marks=pytest.mark.slow) for form in ("parquet", "arrow")),
+        *(pytest.param(form, 20e6, marks=pytest.mark.slow) for form in ("parquet", "arrow")),
     ],
 )
 def test_memory_stays_small_on_a_large_file(tmp_path, form, limit):
