@@ -19,10 +19,10 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -101,7 +101,6 @@ def _runs(pieces: list[Piece], step: int) -> list[list[Piece]]:
 
 
 _LOOK_S = 1.0
-_FAULTS = (SampleError, MemoryError, OSError)
 
 
 class _Epoch(NamedTuple):
@@ -282,15 +281,25 @@ class SampleStream:
         self.consumed = consumed
         self._by_line = order.by_line
         self._rest: list[Sample] = []
-        self._groups: Iterator[Sequence[Sample] | Exception] = (
-            order.groups[line][part] for line, part in order.pieces(consumed)
-        )
+        lines: Any = _Lines(order.groups)
+        self._groups: Iterator[Sequence[Sample] | Exception] = map(lines.__getitem__, order.pieces(consumed))
         if num_workers and order.is_streamed:
+            from torch.utils.data import DataLoader  # takes its time, and only training with workers needs it
+
             # A worker is a fork. It must not finalize objects that this process dropped but has not collected, for
             # example process groups and autograd graphs: it does not have their threads.
             gc.freeze()
             try:
-                self._groups = iter(_loader(order, consumed, num_workers))
+                self._groups = iter(
+                    DataLoader(
+                        lines,
+                        sampler=cast("Any", order.pieces(consumed)),
+                        batch_size=None,
+                        num_workers=num_workers,
+                        collate_fn=_as_it_is,
+                        worker_init_fn=_live_as_long_as_the_main_process,
+                    )
+                )
             except OSError as error:
                 reason = f"the processes cannot start: {error.strerror}"
                 raise OSError(error.errno, reason, f"data.num_workers={num_workers}") from error
@@ -310,11 +319,9 @@ class SampleStream:
         if self._by_line:
             taken = [sample for _ in range(count) for sample in self._next()]
         else:
+            while len(self._rest) < count:
+                self._rest += self._next()
             taken, self._rest = self._rest[:count], self._rest[count:]
-            while len(taken) < count:
-                group, missing = self._next(), count - len(taken)
-                taken += group[:missing]
-                self._rest = list(group[missing:])
         self.consumed += count
         return taken
 
@@ -330,18 +337,22 @@ class SampleStream:
         atexit.unregister(self.close)
 
 
-def _loader(order: SampleOrder, consumed: int, num_workers: int) -> Iterable[Sequence[Sample] | Exception]:
-    from torch.utils.data import DataLoader  # takes its time, and only training with workers needs it
+class _Lines:
+    """A worker's data set: torch asks it for one place after another."""
 
-    lines: Any = _Lines(order.groups)
-    return DataLoader(
-        lines,
-        sampler=_Places(order, consumed),
-        batch_size=None,
-        num_workers=num_workers,
-        collate_fn=_as_it_is,
-        worker_init_fn=_live_as_long_as_the_main_process,
-    )
+    def __init__(self, groups: Sequence[Sequence[Sample]]) -> None:
+        self._groups = groups
+
+    def __getitem__(self, place: tuple[int, slice]) -> Sequence[Sample] | Exception:
+        line, part = place
+        try:
+            return self._groups[line][part]
+        except (SampleError, MemoryError, OSError) as error:
+            return error  # torch would wrap it into a traceback
+
+
+def _as_it_is(group: Any) -> Any:
+    return group
 
 
 def _live_as_long_as_the_main_process(worker: int) -> None:
@@ -356,29 +367,3 @@ def _end_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_LOOK_S)
     os._exit(1)
-
-
-class _Lines:
-    """A worker's data set: torch asks it for one place after another."""
-
-    def __init__(self, groups: Sequence[Sequence[Sample]]) -> None:
-        self._groups = groups
-
-    def __getitem__(self, place: tuple[int, slice]) -> Sequence[Sample] | Exception:
-        line, part = place
-        try:
-            return self._groups[line][part]
-        except _FAULTS as error:
-            return error  # torch would wrap it into a traceback
-
-
-class _Places:
-    def __init__(self, order: SampleOrder, consumed: int) -> None:
-        self._order, self._consumed = order, consumed
-
-    def __iter__(self) -> Iterator[tuple[int, slice]]:
-        return self._order.pieces(self._consumed)
-
-
-def _as_it_is(group: Sequence[Sample] | Exception) -> Sequence[Sample] | Exception:
-    return group

@@ -7,10 +7,12 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from mcore_prefix_tree.data.fields import OUR_NAMES, FieldNames
 from mcore_prefix_tree.data.jsonl import STDIN, LineIndex, read_lines
@@ -20,10 +22,54 @@ from mcore_prefix_tree.sample import SampleError
 from mcore_prefix_tree.utils.inputs import HUB, local_path, read_text
 from mcore_prefix_tree.utils.versions import install_command
 
+if TYPE_CHECKING:
+    from mcore_prefix_tree.data.tables import RowIndex
+
+PathLike = str | os.PathLike[str]
+
+# Everything else is JSON Lines.
+TABLES = (".parquet", ".arrow", ".feather")
+_GIVE = "give the name of a file, or a list of names; samples that are in memory need no reading: Sample(tokens=[...])"
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 _NAME = re.compile(
     r"hf://(?P<name>[\w.-]+/[\w.-]+)(/(?P<config>[\w.-]+))?(@(?P<revision>[\w./-]+))?(:(?P<split>\w+))?", re.ASCII
 )
+
+
+def resolve_paths(paths: PathLike | Iterable[PathLike]) -> list[str]:
+    """Return files in the order given, with globs, saved data sets and names on the hub expanded.
+
+    Raises SampleError for a missing file, ImportError without the datasets library, TypeError for an invalid path.
+    """
+    if not isinstance(paths, str | os.PathLike | Iterable):
+        raise TypeError(f"the data paths are a {type(paths).__name__}; {_GIVE}")
+    given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+    for path in given:
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(f"a data path is a {type(path).__name__}; {_GIVE}")
+    if not given:
+        raise SampleError("no data paths; give data.path at least one file, glob or '-' for standard input")
+    return [file for path in given for file in _expand(os.fspath(path))]
+
+
+def _expand(path: str) -> Sequence[str]:
+    if path.startswith(HUB):
+        return files_of_hub(path)
+    try:
+        path = local_path(path)
+    except ValueError as error:
+        raise SampleError(str(error)) from None
+    if os.path.isdir(path):
+        if is_saved(path):
+            return files_of_folder(path)
+        raise SampleError(f"{path}: is a folder; name its files, for example '{os.path.join(path, '*.jsonl')}'")
+    if path == STDIN or os.path.exists(path):
+        return [path]
+    if not glob.has_magic(path):
+        raise SampleError(f"{path}: no such file in {os.getcwd()}; check the path")
+    if matches := sorted(match for match in glob.glob(path, recursive=True) if not os.path.isdir(match)):
+        return matches
+    raise SampleError(f"{path}: this glob matches no file in {os.getcwd()}; check the pattern")
 
 
 def is_saved(folder: str) -> bool:
@@ -79,16 +125,11 @@ def files_of_hub(path: str) -> tuple[str, ...]:
         import datasets
     except ImportError:
         raise ImportError(f"{path}: data sets of the hub need the datasets library: {install_command('hub')}") from None
-    # Later releases have no such argument, because they never execute a data set's code.
-    trust = "trust_remote_code" in inspect.signature(datasets.load_dataset).parameters
+    options = {"split": parts["split"] or "train", "revision": parts["revision"]}
+    if "trust_remote_code" in inspect.signature(datasets.load_dataset).parameters:
+        options["trust_remote_code"] = False  # later releases have no such argument: they never execute code
     try:
-        found = datasets.load_dataset(
-            parts["name"],
-            parts["config"],
-            split=parts["split"] or "train",
-            revision=parts["revision"],
-            **({"trust_remote_code": False} if trust else {}),
-        )
+        found = datasets.load_dataset(parts["name"], parts["config"], **options)
     except (ImportError, MemoryError):
         raise
     except Exception as error:  # of the network, the hub, a builder: nearly anything
@@ -97,59 +138,17 @@ def files_of_hub(path: str) -> tuple[str, ...]:
     return tuple(str(one["filename"]) for one in found.cache_files)
 
 
-if TYPE_CHECKING:
-    from mcore_prefix_tree.data.tables import RowIndex
-
-PathLike = str | os.PathLike[str]
-
-# Bytes after which progress is reported.
-PROGRESS_BYTES = 1 << 20
-# Everything else is JSON Lines.
-_GIVE = "give the name of a file, or a list of names; samples that are in memory need no reading: Sample(tokens=[...])"
-TABLES = (".parquet", ".arrow", ".feather")
+def is_table(path: str) -> bool:
+    """Return whether a file's name is that of a table."""
+    return path.lower().endswith(TABLES)
 
 
-# Random access to the records of a file, its lines or its rows; it can be pickled.
-RecordIndex: TypeAlias = "LineIndex | RowIndex"
-
-
-def resolve_paths(paths: PathLike | Iterable[PathLike]) -> list[str]:
-    """Return files in the order given, with globs, saved data sets and names on the hub expanded.
-
-    Raises SampleError for a missing file, ImportError without the datasets library, TypeError for an invalid path.
-    """
-    if not isinstance(paths, str | os.PathLike | Iterable):
-        raise TypeError(f"the data paths are a {type(paths).__name__}; {_GIVE}")
-    given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
-    for path in given:
-        if not isinstance(path, str | os.PathLike):
-            raise TypeError(f"a data path is a {type(path).__name__}; {_GIVE}")
-    if not given:
-        raise SampleError("no data paths; give data.path at least one file, glob or '-' for standard input")
-    resolved: list[str] = []
-    for path in [os.fspath(path) for path in given]:
-        if path.startswith(HUB):
-            resolved += files_of_hub(path)
-            continue
-        try:
-            path = local_path(path)
-        except ValueError as error:
-            raise SampleError(str(error)) from None
-        if os.path.isdir(path):
-            if is_saved(path):
-                resolved += files_of_folder(path)
-                continue
-            raise SampleError(f"{path}: is a folder; name its files, for example '{os.path.join(path, '*.jsonl')}'")
-        if path == STDIN or os.path.exists(path):
-            resolved.append(path)
-        elif glob.has_magic(path):
-            matches = sorted(match for match in glob.glob(path, recursive=True) if not os.path.isdir(match))
-            if not matches:
-                raise SampleError(f"{path}: this glob matches no file in {os.getcwd()}; check the pattern")
-            resolved += matches
-        else:
-            raise SampleError(f"{path}: no such file in {os.getcwd()}; check the path")
-    return resolved
+def require_pyarrow(path: str) -> None:
+    """Raise ImportError if pyarrow is missing, which reads and writes tables."""
+    try:
+        import pyarrow  # noqa: F401  # takes its time, and JSON Lines need none
+    except ImportError:
+        raise ImportError(f"{path}: Parquet and Arrow files need pyarrow: {install_command('arrow')}") from None
 
 
 def read_records(path: str, names: FieldNames = OUR_NAMES) -> Iterator[Record]:
@@ -162,36 +161,39 @@ def read_records(path: str, names: FieldNames = OUR_NAMES) -> Iterator[Record]:
     return read_rows(path, names)
 
 
-def reporting(
-    paths: Sequence[str], path: str, records: Iterator[Record], progress: Callable[[int, int], None] | None
-) -> Iterator[Record]:
-    """Yield the records of one of some files, and report the bytes that are read."""
-    sizes = [os.path.getsize(one) if os.path.isfile(one) else 0 for one in paths]
-    before, total, told, at = sum(sizes[: paths.index(path)]), sum(sizes), 0, 0
-    of_file = sizes[paths.index(path)]
-    for record in records:
-        yield record
-        told += record.size
-        if progress is not None and total and told >= at + PROGRESS_BYTES:
-            at = told
-            progress(before + min(told, of_file), total)
+class FileIndex:
+    """Random access to the records of some files, numbered together; it can be pickled.
 
+    Raises SampleError for a file that cannot be read from the middle, ImportError if pyarrow is missing.
+    """
 
-def index_files(paths: Sequence[str], names: FieldNames = OUR_NAMES) -> list[RecordIndex]:
-    """Return random access to files' records; raise SampleError for unseekable ones, ImportError without pyarrow."""
-    tables = [path for path in paths if is_table(path)]
-    if not tables:
-        return [LineIndex(path) for path in paths]
-    require_pyarrow(tables[0])
-    from mcore_prefix_tree.data.tables import RecentChunks, RowIndex
+    def __init__(self, paths: Sequence[str], names: FieldNames = OUR_NAMES) -> None:
+        tables = [path for path in paths if is_table(path)]
+        if tables:
+            require_pyarrow(tables[0])
+            from mcore_prefix_tree.data.tables import RecentChunks, RowIndex
 
-    recent = RecentChunks()
-    return [RowIndex(path, recent, names) if is_table(path) else LineIndex(path) for path in paths]
+            recent = RecentChunks()
+        self._files: list[LineIndex | RowIndex] = [
+            RowIndex(path, recent, names) if is_table(path) else LineIndex(path) for path in paths
+        ]
+        self._first_record = np.cumsum([0, *map(len, self._files)])
+        self._first_byte = np.cumsum([0, *(file.size for file in self._files)])
 
+    def __len__(self) -> int:
+        """Records of all files."""
+        return int(self._first_record[-1])
 
-def is_table(path: str) -> bool:
-    """Return whether a file's name is that of a table."""
-    return path.lower().endswith(TABLES)
+    def part(self, rank: int, size: int) -> tuple[range, int]:
+        """Return the records of one of so many ranks and their bytes, if all records of a file had as many."""
+        ends = self._first_byte[-1] * np.arange(rank, rank + 2) // size
+        start, stop = np.interp(ends, self._first_byte, self._first_record).astype(int).tolist()
+        return range(start, stop if rank + 1 < size else len(self)), int(ends[1] - ends[0])
+
+    def read(self, record: int) -> Record:
+        """Return a record; raises SampleError if its file has changed or cannot be read any more."""
+        file = int(np.searchsorted(self._first_record, record, side="right")) - 1
+        return self._files[file].read(record - int(self._first_record[file]))
 
 
 def no_samples(paths: Sequence[str], skipped: Skipped) -> SampleError:
@@ -201,11 +203,3 @@ def no_samples(paths: Sequence[str], skipped: Skipped) -> SampleError:
         kinds = ["bad"] * bool(skipped.count) + ["excluded"] * bool(skipped.excluded)
         why = f"all are {' or '.join(kinds)}: {skipped}"
     return SampleError(f"{', '.join(paths)}: no samples; {why}")
-
-
-def require_pyarrow(path: str) -> None:
-    """Raise ImportError if pyarrow is missing, which reads and writes tables."""
-    try:
-        import pyarrow  # noqa: F401  # takes its time, and JSON Lines need none
-    except ImportError:
-        raise ImportError(f"{path}: Parquet and Arrow files need pyarrow: {install_command('arrow')}") from None

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from contextlib import suppress
+from dataclasses import fields
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -22,13 +23,12 @@ _NAMED = 3
 _AT_ONCE = 4096
 
 
-@dataclass(frozen=True, kw_only=True)
-class Digest:
-    """Input of one rank: its machine, the amount in words, a checksum of the content, the bytes of each file."""
+class _Digest(NamedTuple):
+    """Input of one rank: the amount in words, a checksum of the content, its machine, the bytes of each file."""
 
-    host: str
     what: str
     crc: int
+    host: str
     files: dict[str, int]
 
 
@@ -56,7 +56,8 @@ def check_same_files(records: int, paths: Sequence[str], read: Callable[[int], S
         return
     crc = crc32(repr([_file_size(path) for path in paths]).encode())
     for record in _sample_records(records):
-        crc = _update_crc(_read(read, record), crc)
+        with suppress(SampleError):  # which is reported when the files are read
+            crc = _update_crc(read(record), crc)
     _check_same(_count(records, "record"), crc, paths, ranks)
 
 
@@ -82,40 +83,29 @@ def _sample_records(number: int) -> list[int]:
     return sorted(set(np.linspace(0, number - 1, 4).astype(int).tolist())) if number else []
 
 
-def _read(read: Callable[[int], Sequence[Sample]], record: int) -> Sequence[Sample]:
-    try:
-        return read(record)
-    except SampleError:  # which is reported when the files are read
-        return ()
-
-
 def _check_same(what: str, crc: int, paths: Sequence[str], ranks: Ranks) -> None:
-    files = {path: _file_size(path) for path in paths}
-    digests: list[Digest] = ranks.gather(Digest(host=socket.gethostname(), what=what, crc=crc, files=files))
+    own = _Digest(what, crc, socket.gethostname(), {path: _file_size(path) for path in paths})
+    digests: list[_Digest] = ranks.gather(own)
     first = digests[0]
-    odd = next((one for one in digests if (one.what, one.crc) != (first.what, first.crc)), None)
+    odd = next((one for one in digests if one[:2] != first[:2]), None)
     if odd is None:
         return
     hosts = [one.host for one in digests]
-    same_as_odd = [rank for rank, one in enumerate(digests) if (one.what, one.crc) == (odd.what, odd.crc)]
-    theirs, ours = name_ranks(same_as_odd, hosts), name_ranks([0], hosts)
+    theirs = name_ranks([rank for rank, one in enumerate(digests) if one[:2] == odd[:2]], hosts)
+    ours = name_ranks([0], hosts)
+    difference = f"{theirs} and {ours} each read {odd.what}, but not the same ones"
     if odd.what != first.what:
         difference = f"{theirs} read {odd.what}, but {ours} read {first.what}"
-    else:
-        difference = f"{theirs} and {ours} each read {odd.what}, but not the same ones"
-    raise SampleError(
-        f"{difference}, from {_files(odd, first)}; give all machines the same files, and the same tokenizer in the "
-        "same version"
-    )
-
-
-def _files(odd: Digest, first: Digest) -> str:
-    """Return the files that differ in size; all of them if none does, or if their names differ."""
-    sizes = [f"{path} ({odd.files.get(path, 0):,} bytes and {size:,})" for path, size in first.files.items()]
+    # Name the files that differ in size; all of them if none does, or if their names differ.
+    files = _listed([*first.files])
     if odd.files.keys() != first.files.keys():
-        return f"{_listed([*odd.files])} and {_listed([*first.files])}"
-    other = [text for text, path in zip(sizes, first.files, strict=True) if odd.files[path] != first.files[path]]
-    return _listed(other) if other else _listed([*first.files])
+        files = f"{_listed([*odd.files])} and {files}"
+    elif odd.files != first.files:
+        sizes = [(path, odd.files[path], size) for path, size in first.files.items() if odd.files[path] != size]
+        files = _listed([f"{path} ({theirs:,} bytes and {ours:,})" for path, theirs, ours in sizes])
+    raise SampleError(
+        f"{difference}, from {files}; give all machines the same files, and the same tokenizer in the same version"
+    )
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -161,17 +151,15 @@ def _crc_of_signals(sample: Sample, crc: int) -> int:
 
 
 def _crc_of_signal(value: object, crc: int) -> int:
-    if isinstance(value, np.ndarray):
-        return crc32(value.tobytes(), crc)
-    if isinstance(value, Teacher):
-        for part in (value.token_ids, value.logprobs, value.tokens, value.realised, value.tokenizer):
-            crc = crc if part is None else _crc_of_signal(part, crc)
-        return crc
-    if isinstance(value, SamplingMask):
-        return crc32(value.offsets.tobytes(), crc32(value.token_ids.tobytes(), crc))
-    if isinstance(value, RoutedExperts):
-        return crc32(value.digest.tobytes(), crc)
-    return crc32(repr(value).encode(), crc)
+    if isinstance(value, (Teacher, SamplingMask)):
+        parts: list[Any] = [part for part in vars(value).values() if part is not None]
+    elif isinstance(value, RoutedExperts):
+        parts = [value.digest]
+    else:
+        parts = [value]
+    for part in parts:
+        crc = crc32(part.tobytes() if isinstance(part, np.ndarray) else repr(part).encode(), crc)
+    return crc
 
 
 # Name of the checksums among the values that :func:`difference` compares.

@@ -2,15 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from functools import partial
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from mcore_prefix_tree.data.stream import StreamedGroups
 from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.signals import GroupedBy
+
+
+def is_later_turn(before: Sample, sample: Sample) -> bool:
+    """Return whether a sample is a later turn of the rollout of the sample before it; both must name them."""
+    first, second = before.signals, sample.signals
+    rollout = second.unit("rollout")
+    if rollout is None or second.turn is None or first.turn is None:
+        return False
+    return rollout == first.unit("rollout") and first.turn < second.turn
+
+
+def with_later_turns(lines: Sequence[Sequence[Sample]]) -> list[list[Sample]]:
+    """Join neighbouring lines that hold successive turns of a rollout, for example from ``score``."""
+    joined: list[list[Sample]] = []
+    for line in lines:
+        if line and joined and joined[-1] and is_later_turn(joined[-1][-1], line[0]):
+            joined[-1] += line
+        else:
+            joined.append(list(line))
+    return joined
+
+
+def unit_of(sample: Sample, by: GroupedBy, setting: str) -> Hashable:
+    """Return the id of a sample's unit; None for a rollout by itself. Raises SampleError for a missing other id."""
+    key = sample.signals.unit(by)
+    if key is None and by != "rollout":
+        raise SampleError(f"{sample.source}: field '{by}' is missing, and {setting} needs it")
+    return key
 
 
 def whole_groups(
@@ -37,7 +63,7 @@ def whole_groups(
     apart: set[int] = set()
     last = -1
     for sample in (sample for line in lines for sample in line):
-        key = _key(sample, by=by, setting=setting)
+        key = unit_of(sample, by, setting)
         place = len(groups) if key is None else places.setdefault(key, len(groups))
         if place == len(groups):
             groups.append([])
@@ -45,99 +71,43 @@ def whole_groups(
             apart.add(place)
         groups[place].append(sample)
         last = place
-    for place in sorted(apart):
-        _check_apart(groups[place], by=by)
-    _check_sizes(groups, np.array([len(group) for group in groups], dtype=np.int32), by, step)
+    for place in sorted(apart) if by != "pair" else ():  # a pair is recognised by its size
+        _check_apart(groups[place], by)
+    check_sizes(groups, np.array([len(group) for group in groups], dtype=np.int32), by, step)
     return groups
 
 
-def streamed_whole_groups(
-    stream: Callable[..., StreamedGroups],
-    by: GroupedBy,
-    *,
-    step: int | None,
-    setting: str,
-) -> StreamedGroups:
-    """Return :func:`whole_groups` of files larger than memory; ``stream`` makes StreamedGroups with a ``key``."""
-    groups = stream(key=partial(_key, by=by, setting=setting), check_apart=partial(_check_apart, by=by))
-    _check_sizes(groups, groups.sizes, by, step)
-    return groups
-
-
-def _key(sample: Sample, *, by: GroupedBy, setting: str) -> Hashable:
-    key = sample.signals.unit(by)
-    if key is None and by != "rollout":
-        raise SampleError(f"{sample.source}: field '{by}' is missing, and {setting} needs it")
-    return key
-
-
-def _check_apart(samples: Sequence[Sample], *, by: GroupedBy) -> None:
+def _check_apart(samples: Sequence[Sample], by: GroupedBy) -> None:
     """Check that separate lines with one id are one group, and not two groups of two files or epochs."""
-    # Two groups show if a turn of a rollout appears twice: ids that restart in each file or epoch. Otherwise it is one
-    # group if all samples begin with its prompt, the shortest unscored beginning. Samples of subagents have other
-    # prompts: then each has to name its rollout and, among several, its turn, and the lines must not fall into two
-    # successive parts that share neither a rollout nor a prompt. Pairs are recognised by their size.
-    if by == "pair":
-        return
-    name = repr(getattr(samples[0].signals, by))
-    way_out = f"give each {by} its own id, or put its lines next to each other"
+    # Ids that start anew in each file or epoch show as a turn of a rollout that appears twice. Samples that name no
+    # rollout and turn must begin with one prompt, the shortest unscored beginning.
+    name, way_out = repr(getattr(samples[0].signals, by)), f"give each {by} its own id, or put its lines next to each"
     turns: dict[tuple[Hashable, int | None], Sample] = {}
     for sample in samples:
         rollout, turn = sample.signals.rollout, sample.signals.turn
-        if rollout is None or turns.setdefault((rollout, turn), sample) is sample or turn is None:
-            continue
-        of_group = "" if by == "rollout" else f" of group {name}"
-        raise SampleError(
-            f"{sample.source}: turn {turn} of rollout {rollout!r}{of_group} is at {turns[rollout, turn].source} too; "
-            f"{way_out}"
-        )
-    prompts = [_prompt(sample) for sample in samples]
+        if rollout is not None and turns.setdefault((rollout, turn), sample) is not sample and turn is not None:
+            of_group = "" if by == "rollout" else f" of group {name}"
+            raise SampleError(
+                f"{sample.source}: turn {turn} of rollout {rollout!r}{of_group} is at {turns[rollout, turn].source} "
+                f"too; {way_out} other"
+            )
+    if len(turns) == len(samples):
+        return
+    scored = [np.flatnonzero(sample.loss_mask[1:]) for sample in samples]
+    prompts = [one.tokens[: at[0] + 1] if len(at) else one.tokens for one, at in zip(samples, scored, strict=True)]
     first = min(range(len(samples)), key=lambda at: len(prompts[at]))
-    other = next((at for at, sample in enumerate(samples) if not _begins(sample, prompts[first])), None)
-    is_named = len(turns) == len(samples)
-    if is_named and other is not None:
-        first, other = 0, _second_part(samples, prompts)
-    if other is not None:
-        named = "" if is_named else "; lines of one group may lie apart if each has its 'rollout' and 'turn'"
-        raise SampleError(
-            f"{samples[other].source}: {by} {name} has another prompt here than at {samples[first].source}, and other "
-            f"lines between; {way_out}{named}"
-        )
+    for sample in samples:
+        if not np.array_equal(sample.tokens[: len(prompts[first])], prompts[first]):
+            raise SampleError(
+                f"{sample.source}: {by} {name} has another prompt here than at {samples[first].source}, and other "
+                f"lines between; {way_out} other; lines of one group may lie apart if each has its 'rollout' and 'turn'"
+            )
 
 
-def _second_part(samples: Sequence[Sample], prompts: Sequence[npt.NDArray[np.int32]]) -> int | None:
-    """Return the first sample that, with all after it, shares no rollout or prompt ``[n]`` with others, or None."""
-    last = {sample.signals.rollout: at for at, sample in enumerate(samples)}
-    reach = 0
-    for at in range(1, len(samples)):
-        reach = max(reach, last[samples[at - 1].signals.rollout])
-        if reach < at and not any(
-            _begins(samples[after], prompts[before]) or _begins(samples[before], prompts[after])
-            for after in range(at, len(samples))
-            for before in range(at)
-        ):
-            return at
-    return None
-
-
-def _begins(sample: Sample, prompt: npt.NDArray[np.int32]) -> bool:
-    """Return whether a sample's tokens begin with those of a prompt ``[n]``."""
-    return np.array_equal(sample.tokens[: len(prompt)], prompt)
-
-
-def _prompt(sample: Sample) -> npt.NDArray[np.int32]:
-    """Return the tokens before the first that is scored; all of them if none is."""
-    scored = np.flatnonzero(sample.loss_mask[1:])
-    return sample.tokens[: int(scored[0]) + 1] if len(scored) else sample.tokens
-
-
-def _check_sizes(
-    groups: Sequence[Sequence[Sample]],
-    sizes: npt.NDArray[np.int32],
-    by: GroupedBy,
-    step: int | None,
+def check_sizes(
+    groups: Sequence[Sequence[Sample]], sizes: npt.NDArray[np.int32], by: GroupedBy, step: int | None
 ) -> None:
-    """Check that all groups have the same size, a divisor of ``step``; ``sizes`` is int64 ``[G]``."""
+    """Check that all groups have the same size, a divisor of ``step``; ``sizes`` is int32 ``[G]``."""
     if not len(sizes):
         return
     size = 2 if by == "pair" else int(sizes[0])

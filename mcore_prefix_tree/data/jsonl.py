@@ -1,64 +1,41 @@
-"""JSON Lines: one JSON object a line, one after another or by number."""
+"""JSON Lines: one JSON object a line, read one after another or by number, and written."""
 
 from __future__ import annotations
 
 import codecs
 import gzip
 import json
+import math
 import os
 import re
 import sys
 import zlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TextIO, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from mcore_prefix_tree.data.fields import FieldNames
 from mcore_prefix_tree.data.json_fields import ChatError, Doubled
-from mcore_prefix_tree.data.packed_arrays import FILE_KEYS, array_of_file
+from mcore_prefix_tree.data.packed_arrays import FILE_KEYS, array_of_file, pack_array
 from mcore_prefix_tree.sample import SampleError
+from mcore_prefix_tree.signals import RoutedExperts, SamplingMask, Teacher
 from mcore_prefix_tree.utils.inputs import check_regular, open_input
 
-
-@dataclass(frozen=True)
-class Unchanged:
-    """Size and time of the last change of a file, noted before it is indexed."""
-
-    path: str
-    size: int
-    mtime_ns: int
-
-    @classmethod
-    def since_now(cls, path: str) -> Unchanged:
-        """Note a file's size and time; raises OSError if it does not exist any more."""
-        now = os.stat(path)
-        return cls(path, now.st_size, now.st_mtime_ns)
-
-    def check(self, descriptor: int | None = None) -> None:
-        """Raise SampleError if the file, by its open ``descriptor`` or its path, has changed, OSError if it is gone."""
-        now = os.stat(self.path if descriptor is None else descriptor)
-        if (now.st_size, now.st_mtime_ns) != (self.size, self.mtime_ns):
-            raise self.error()
-
-    def error(self) -> SampleError:
-        """Return the error for a file that is not the same."""
-        return SampleError(f"{self.path}: has changed since the run began; do not change the files while it runs")
-
-
 STDIN, _LABEL = "-", "<stdin>"
-
-# The longest line, and how much of a file may be blank in one place: a file that is not JSON Lines may have no end.
+# The longest line: a file that is not JSON Lines may have no end.
 LINE_BYTES = 1 << 29
-BLANK_BYTES = 1 << 20
-# How files of gzip, Zstandard, bzip2 and xz begin.
+_INDEXED_BYTES = 1 << 20
+# First bytes of gzip, Zstandard, bzip2 and xz, and of tables with the names that these must have.
 _PACKED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ")
-# First bytes of tables, and the names that they must have.
 _TABLES = {b"PAR1": ("Parquet", ".parquet"), b"ARROW1": ("Arrow", ".arrow"), b"\xff\xff\xff\xff": ("Arrow", ".arrow")}
+# Characters that may lie between the names and the values of a valid object.
+_SPACE = re.compile(r"[\s:,]*")
+_scan = json.JSONDecoder().raw_decode
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -67,6 +44,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _parse = json.JSONDecoder(object_pairs_hook=_object).decode
+
+
+class JsonText(str):
+    """JSON text of a value, to be written as it was read."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True)
@@ -105,17 +88,29 @@ class Line:
         routes = found.get("routed_experts")
         if isinstance(routes, dict) and routes.keys() == FILE_KEYS:
             file = self.source.rpartition(":")[0]
+            folder = None if file == _LABEL else Path(file).parent
             try:
-                found["routed_experts"] = array_of_file(
-                    routes, None if file == _LABEL else Path(file).parent, "routed_experts", len(self.raw) // 2
-                )
+                found["routed_experts"] = array_of_file(routes, folder, "routed_experts", len(self.raw) // 2)
             except ChatError as error:
                 raise SampleError(f"{self.source}: {error}") from None
         return found, [name for name in row if name not in known]
 
     def others(self, read: Collection[str]) -> dict[str, Any]:
         """Return the JSON text of each other field; see :class:`mcore_prefix_tree.data.records.Record`."""
-        return {name: value for name, value in _texts_of_fields(self._text()) if name not in read}
+        text, found = self._text(), {}
+
+        def after(at: int) -> int:
+            return _SPACE.match(text, at).end()  # type: ignore[union-attr]  # it matches everywhere
+
+        at = after(text.index("{") + 1)
+        while text[at] != "}":  # the object is valid JSON
+            name, end = _scan(text, at)
+            at = after(end)
+            _, end = _scan(text, at)
+            if name not in read:
+                found[name] = JsonText(text[at:end])
+            at = after(end)
+        return found
 
     def _text(self) -> str:
         raw = self.raw
@@ -136,58 +131,23 @@ class Line:
             ) from None
 
 
-class JsonText(str):
-    """JSON text of a value, to be written as it was read."""
-
-    __slots__ = ()
-
-
-def _texts_of_fields(text: str) -> Iterator[tuple[str, JsonText]]:
-    """Yield the name and the JSON text of each field of an object, which is valid JSON."""
-    at = _SPACE.match(text, text.index("{") + 1).end()  # type: ignore[union-attr]  # it matches everywhere
-    while text[at] != "}":
-        name, at = _scan(text, at)
-        at = _SPACE.match(text, at).end()  # type: ignore[union-attr]
-        _, end = _scan(text, at)
-        yield name, JsonText(text[at:end])
-        at = _SPACE.match(text, end).end()  # type: ignore[union-attr]
-
-
-# Characters that may lie between the names and the values of a valid object.
-_SPACE = re.compile(r"[\s:,]*")
-_scan = json.JSONDecoder().raw_decode
+def is_gzip(path: str) -> bool:
+    """Return whether a file's name is that of a packed file."""
+    return path.lower().endswith(".gz")
 
 
 def read_lines(path: str) -> Iterator[Line]:
     """Yield all lines of a file, ``.gz`` unpacked, or of standard input; raises SampleError if it cannot be read."""
-    label = _LABEL if path == STDIN else path
-    number = blank = 0
+    label, number = _LABEL if path == STDIN else path, 0
     try:
         with _open(path) as stream:
             while raw := stream.readline(LINE_BYTES + 1):
                 number += 1
                 if len(raw) > LINE_BYTES:
                     raise _long_line(f"{label}:{number}")
-                blank = blank + len(raw) if raw.isspace() else 0
-                if blank > BLANK_BYTES:
-                    raise _blank_lines(f"{label}:{number}")
                 yield Line(f"{label}:{number}", raw, is_first=number == 1)
     except (OSError, EOFError, zlib.error) as error:
         raise SampleError(f"{label}: cannot be read after line {number}: {_reason(error)}") from error
-
-
-def _reason(error: Exception) -> str:
-    return (isinstance(error, OSError) and error.strerror) or str(error)
-
-
-def _long_line(source: str) -> SampleError:
-    return SampleError(
-        f"{source}: the line is longer than {LINE_BYTES >> 20} MiB; write JSON Lines, one JSON object a line"
-    )
-
-
-def _blank_lines(source: str) -> SampleError:
-    return SampleError(f"{source}: more than {BLANK_BYTES >> 20} MiB of blank lines end here; remove them")
 
 
 @contextmanager
@@ -203,9 +163,39 @@ def _open(path: str) -> Iterator[BinaryIO]:
             yield stream
 
 
-def is_gzip(path: str) -> bool:
-    """Return whether a file's name is that of a packed file."""
-    return path.lower().endswith(".gz")
+def _reason(error: Exception) -> str:
+    return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
+def _long_line(source: str) -> SampleError:
+    return SampleError(
+        f"{source}: the line is longer than {LINE_BYTES >> 20} MiB; write JSON Lines, one JSON object a line"
+    )
+
+
+@dataclass(frozen=True)
+class Unchanged:
+    """Size and time of the last change of a file, noted before it is indexed."""
+
+    path: str
+    size: int
+    mtime_ns: int
+
+    @classmethod
+    def since_now(cls, path: str) -> Unchanged:
+        """Note a file's size and time; raises OSError if it does not exist any more."""
+        now = os.stat(path)
+        return cls(path, now.st_size, now.st_mtime_ns)
+
+    def check(self, descriptor: int | None = None) -> None:
+        """Raise SampleError if the file, by its open ``descriptor`` or its path, has changed, OSError if it is gone."""
+        now = os.stat(self.path if descriptor is None else descriptor)
+        if (now.st_size, now.st_mtime_ns) != (self.size, self.mtime_ns):
+            raise self.error()
+
+    def error(self) -> SampleError:
+        """Return the error for a file that is not the same."""
+        return SampleError(f"{self.path}: has changed since the run began; do not change the files while it runs")
 
 
 class LineIndex:
@@ -225,23 +215,11 @@ class LineIndex:
             self._offsets = _line_offsets(path)
         except OSError as error:
             raise SampleError(f"{path}: cannot be read: {_reason(error)}") from error
+        self.size = int(self._offsets[-1])
 
     def __len__(self) -> int:
         """Number of lines."""
         return len(self._offsets) - 1
-
-    @property
-    def size(self) -> int:
-        """Bytes of the file."""
-        return int(self._offsets[-1])
-
-    def offset(self, number: int) -> int:
-        """Bytes before a line."""
-        return int(self._offsets[number])
-
-    def first_at(self, byte: int) -> int:
-        """The first line that begins at or after a byte; their number if none does."""
-        return int(np.searchsorted(self._offsets[:-1], byte))
 
     def read(self, number: int) -> Line:
         """Return a line, from 0; raises SampleError if the file has changed or cannot be read any more."""
@@ -262,16 +240,64 @@ def _line_offsets(path: str) -> npt.NDArray[np.int64]:
     found = [np.zeros(1, dtype=np.int64)]
     at = begun = lines = 0
     with Path(path).open("rb", buffering=0) as stream:
-        while chunk := stream.read(BLANK_BYTES):
-            if len(chunk) == BLANK_BYTES and chunk.isspace():
-                raise _blank_lines(f"{path}:{lines + chunk.count(10)}")
-            ends = at + 1 + np.flatnonzero(np.frombuffer(chunk, dtype=np.uint8) == ord("\n"))
-            found.append(ends)
+        while chunk := stream.read(_INDEXED_BYTES):
+            found.append(at + 1 + np.flatnonzero(np.frombuffer(chunk, dtype=np.uint8) == ord("\n")))
             at += len(chunk)
-            lines += len(ends)
-            begun = int(ends[-1]) if len(ends) else begun
+            lines += len(found[-1])
+            begun = int(found[-1][-1]) if len(found[-1]) else begun
             if at - begun > LINE_BYTES:
                 raise _long_line(f"{path}:{lines + 1}")
-    if found[-1].size == 0 or found[-1][-1] != at:
-        found.append(np.array([at], dtype=np.int64))  # the last line does not end with a newline
-    return np.concatenate(found)
+    return np.concatenate(found if begun == at else [*found, [at]])  # the last line may lack its newline
+
+
+class LineWriter:
+    """JSON Lines that are being written; see :class:`mcore_prefix_tree.data.write.RowWriter`."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write a line for each; JSON has no NaN and no infinity, so null stands for them."""
+        for row in rows:
+            texts = [f"{json.dumps(name)}: {_json(name, value, row)}" for name, value in row.items()]
+            self._stream.write(f"{{{', '.join(texts)}}}\n")
+
+
+def _json(name: str, value: Any, row: Mapping[str, Any]) -> str:
+    if isinstance(value, JsonText):
+        return value
+    try:
+        return json.dumps(_plain(value), allow_nan=False)
+    except TypeError:
+        raise SampleError(
+            f"{row['source']}: field '{name}' is {value.type}, which JSON Lines cannot hold; write a table (a name "
+            "that ends in .parquet)"
+        ) from None
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "to_pylist"):  # an Arrow array of one
+        value = value.to_pylist()[0]
+    if isinstance(value, RoutedExperts):
+        return pack_array(value.ids)
+    if isinstance(value, (SamplingMask, Teacher)):
+        return {name: _short(part) for name, part in value.parts().items()}
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    if isinstance(value, np.ndarray):
+        if not np.isfinite(value).all():
+            value = np.where(np.isfinite(value), value, np.array(None))
+        return value.tolist()
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _short(part: Any) -> Any:
+    """Return a part of a teacher; a float32 has the digits that it is read back from, which are half of a double's."""
+    if isinstance(part, list):
+        return [None if row is None else _short(row) for row in part]
+    if isinstance(part, np.ndarray) and part.dtype == np.float32:
+        short = part.astype(np.str_).astype(np.float64)
+        part = np.where(short.astype(np.float32) == part, short, part)
+    return _plain(part)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 from mcore_prefix_tree.data.chat import ChatTokenizer
 from mcore_prefix_tree.data.fields import OUR_NAMES, FieldNames
-from mcore_prefix_tree.data.files import PathLike, no_samples, read_records, reporting, resolve_paths
+from mcore_prefix_tree.data.files import PathLike, no_samples, read_records, resolve_paths
 from mcore_prefix_tree.data.records import LineOptions, samples_of_record
 from mcore_prefix_tree.data.skipped import Skipped, check_on_error
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.utils.choices import OnError
+
+_PROGRESS_BYTES = 1 << 20
 
 
 def read_samples(
@@ -87,12 +90,19 @@ def iter_sample_groups(
     options = options or LineOptions()
     seen: set[str] = set()
     empty = True
-    for path in resolved:
-        for record in reporting(resolved, path, read_records(path, options.names), progress):
+    sizes = [os.path.getsize(path) if os.path.isfile(path) else 0 for path in resolved]
+    told = 0
+    for file, path in enumerate(resolved):
+        done = before = sum(sizes[:file])
+        for record in read_records(path, options.names):
             samples = samples_of_record(record, options, left_out if on_error == "skip" else None, seen, left_out)
             if samples:
                 yield samples
                 empty = False
+            done = min(done + record.size, before + sizes[file])  # a packed file has fewer bytes than its lines
+            if progress is not None and done - told >= _PROGRESS_BYTES:
+                told = done
+                progress(done, sum(sizes))
     if empty:
         raise no_samples(resolved, left_out)
     options.names.check_seen(seen, resolved)

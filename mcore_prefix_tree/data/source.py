@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import os
+import pickle
+import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import chain
+from itertools import accumulate, chain
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
+
+import numpy as np
 
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.files import resolve_paths
 from mcore_prefix_tree.data.fingerprint import check_same_samples
-from mcore_prefix_tree.data.grouping import streamed_whole_groups, whole_groups
+from mcore_prefix_tree.data.grouping import whole_groups, with_later_turns
 from mcore_prefix_tree.data.jsonl import STDIN
-from mcore_prefix_tree.data.node import once_per_node
 from mcore_prefix_tree.data.read import iter_sample_groups
 from mcore_prefix_tree.data.records import LineOptions
 from mcore_prefix_tree.data.skipped import Skipped
-from mcore_prefix_tree.data.stream import StreamedGroups, with_later_turns
+from mcore_prefix_tree.data.stream import StreamedGroups
 from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.signals import GroupedBy
 from mcore_prefix_tree.utils.choices import OnError, Order
 from mcore_prefix_tree.utils.errors import naming_memory
 from mcore_prefix_tree.utils.ranks import ALONE, Ranks
 
+T = TypeVar("T")
 _CHECKED_AT_ONCE = 64
+_ALIGNED = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,29 +84,20 @@ class Source:
         skipped = Skipped()
         groups: Sequence[Sequence[Sample]]
         if self.is_streamed:
-            stream = partial(
-                StreamedGroups,
-                list(self.paths),
-                self.options,
-                on_error=self.on_error,
-                skipped=skipped,
-                ranks=self.ranks,
-                progress=progress,
-                check=check,
-            )
             with _naming_what_was_left_out(skipped):
-                groups = (
-                    stream(joins_turns=self._joins_turns)
-                    if self.grouped_by is None
-                    else streamed_whole_groups(
-                        stream,
-                        self.grouped_by,
-                        step=self._samples_of_a_step,
-                        setting=self.objective,
-                    )
+                groups = StreamedGroups(
+                    list(self.paths),
+                    self.options,
+                    on_error=self.on_error,
+                    skipped=skipped,
+                    ranks=self.ranks,
+                    progress=progress,
+                    check=check,
+                    grouped_by=self.grouped_by,
+                    step=self._samples_of_a_step,
+                    setting=self.objective,
+                    joins_turns=self._joins_turns,
                 )
-                if groups.fault:
-                    raise SampleError(groups.fault)
         else:
             groups, skipped = self._whole(self.paths, self.grouped_by, self._samples_of_a_step, check, progress)
         if is_scored:
@@ -211,3 +209,58 @@ def _check_scored(groups: Sequence[Sequence[Sample]], paths: Sequence[str], sett
             f"{', '.join(paths)}: no token is scored, so {setting} has no loss; give samples with an assistant turn, "
             "or with a 'loss_mask' that is above 0 behind the first token"
         )
+
+
+def once_per_node(action: Callable[[], T], ranks: Ranks, files: object) -> T:
+    """Return the result of an action, which the first rank of each machine with the same ``files`` runs; all together.
+
+    The others find the result in a file, and share the pages of its arrays. A rank that cannot read it, for example in
+    a container of its own, or for which no room was left, runs the action too. An error is raised on all
+    ranks.
+    """
+    hosts: list[object] = ranks.gather((socket.gethostname(), files))
+    first = hosts.index(hosts[ranks.rank])
+    result: T | None = None
+    folder: str | None = None
+    failure: Exception | None = None
+    with ExitStack() as stack:
+        if ranks.rank == first:
+            try:
+                result = action()
+                if hosts.count(hosts[first]) > 1:
+                    room = stack.enter_context(TemporaryDirectory(prefix="mcore_prefix_tree-"))
+                    _write_arrays(result, Path(room))
+                    folder = room
+            except (ValueError, OSError, MemoryError) as error:
+                failure = error if result is None else None  # otherwise the disk is full
+        told: list[tuple[str | None, Exception | None]] = ranks.gather((folder, failure))
+        for _, fault in told:
+            if fault is not None:
+                raise fault
+        if ranks.rank != first and told[first][0] is not None:
+            with suppress(OSError):
+                result = _map_arrays(Path(str(told[first][0])))
+        if result is None:
+            result = action()
+        ranks.gather(None)  # all have opened it
+    return result
+
+
+def _write_arrays(result: object, folder: Path) -> None:
+    arrays: list[pickle.PickleBuffer] = []
+    head = pickle.dumps(result, protocol=5, buffer_callback=arrays.append)
+    sizes = [one.raw().nbytes for one in arrays]
+    with (folder / "arrays").open("wb") as stream:
+        for one, size in zip(arrays, sizes, strict=True):
+            stream.write(one.raw())
+            stream.write(b"\0" * (-size % _ALIGNED))
+    (folder / "head").write_bytes(pickle.dumps((head, sizes)))
+
+
+def _map_arrays(folder: Path) -> T:  # type: ignore[type-var]
+    """Return what :func:`_write_arrays` wrote, with read-only arrays."""
+    head, sizes = pickle.loads((folder / "head").read_bytes())
+    mapped: Any = memoryview(np.memmap(folder / "arrays", np.uint8, "r").data if sum(sizes) else b"")
+    starts = accumulate((size + -size % _ALIGNED for size in sizes), initial=0)
+    found: T = pickle.loads(head, buffers=[mapped[start : start + size] for start, size in zip(starts, sizes)])  # noqa: B905
+    return found

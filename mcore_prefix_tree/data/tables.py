@@ -6,11 +6,13 @@ index. Arrow's buffers become NumPy arrays as they are; nothing here walks token
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+import tempfile
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,20 +23,24 @@ from pyarrow import types
 
 from mcore_prefix_tree.data.fields import OUR_NAMES, FieldNames
 from mcore_prefix_tree.data.formats import FIELDS, FORMATS, JSON_FIELDS, KNOWN, PROMPT_ALONE
-from mcore_prefix_tree.data.jsonl import Unchanged
+from mcore_prefix_tree.data.jsonl import JsonText, Unchanged
 from mcore_prefix_tree.data.keys import is_known_in_chats, shown, suggest_fields
 from mcore_prefix_tree.sample import SampleError
+from mcore_prefix_tree.signals import RoutedExperts, SamplingMask, Teacher
 from mcore_prefix_tree.utils.inputs import check_regular, is_utf8
 
 # Rows that are decoded together where rows are read in order.
 _BATCH_ROWS = 256
 # Bytes of decoded chunks that a process holds, and so the largest size of one.
-_CACHE_BYTES = 1 << 29
-# Of a chunk whose data is mapped: its arrays as Python and Arrow keep them.
+CACHE_BYTES = 1 << 29
+# A chunk whose data is mapped holds its arrays as Python and Arrow keep them.
 _CHUNK_OVERHEAD = 1 << 16
-_FILE_MAGIC = b"ARROW1"
+# Bytes of a written row group or record batch, which a reader unpacks for a single row.
+PART_BYTES = 1 << 24
 _FAULTS = (OSError, pa.ArrowException)
 _LISTS = (pa.ListType, pa.LargeListType, pa.FixedSizeListType, pa.ListViewType, pa.LargeListViewType)
+# Bits of a number in a Parquet file; text has no fixed size.
+_BITS = {"BOOLEAN": 1, "INT32": 32, "INT64": 64, "FLOAT": 32, "DOUBLE": 64}
 
 # By name; None for a column that is not read.
 Columns = Mapping[str, Any]
@@ -52,16 +58,12 @@ class Row:
     def fields(self, names: FieldNames) -> tuple[dict[str, Any], list[str]]:
         """Return the fields that are not null, by our names, and other columns' names.
 
-        Lists of numbers are arrays, with NaN for a null.
-
-        Nulls within structs are dropped, since a column has every key in every row. JSON with meaningful nulls, for
-        example the schema of a tool's parameters, can be a column of text.
+        Lists of numbers are arrays, with NaN for a null. Nulls within structs are dropped, since a column has every key
+        in every row. JSON with meaningful nulls, such as the schema of a tool's parameters, can be a column of text.
         """
         row, known = {}, names.of_file(self.columns, self.source)
-        rest = [name for name in self.columns if name not in known]
         for name, mine in known.items():
             if self.columns[name] is None:
-                rest.append(name)
                 continue
             try:
                 scalar = self.columns[name][self.at]
@@ -70,7 +72,7 @@ class Row:
                 raise SampleError(f"{self.source}: field '{name}' cannot be read: {error}") from error
             if value is not None:
                 row[mine] = value
-        return row, rest
+        return row, [name for name, column in self.columns.items() if name not in known or column is None]
 
     def others(self, read: Collection[str]) -> dict[str, Any]:
         """Return the other columns at this row, Arrow arrays of one value; see :class:`Record`."""
@@ -81,12 +83,9 @@ class Row:
 def _value_of(scalar: Any) -> Any:
     if not scalar.is_valid:
         return None
-    kind = scalar.type
-    if types.is_struct(kind):
+    if types.is_struct(scalar.type):
         return {name: value for name, inner in scalar.items() if (value := _value_of(inner)) is not None}
-    if isinstance(kind, _LISTS):
-        return _to_array(scalar.values)
-    return scalar.as_py()
+    return _to_array(scalar.values) if isinstance(scalar.type, _LISTS) else scalar.as_py()
 
 
 def _to_array(values: Any) -> Any:
@@ -109,113 +108,82 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
-def read_rows(path: str, names: FieldNames = OUR_NAMES) -> Iterator[Row]:
-    """Yield all rows of a table, decoded a few at a time; raises SampleError if it cannot be read or has no samples."""
-    number = 0
-    try:
-        with closing(_open(path, names)) as table:
-            for batch in table.batches():
-                columns = table.columns(batch)
-                size = os.path.getsize(path) // max(table.num_rows, 1)
-                for at in range(batch.num_rows):
-                    yield Row(f"{path} row {number}", columns, at, size)
-                    number += 1
-    except _FAULTS as error:
-        raise SampleError(f"{path}: cannot be read from row {number} on: {error}") from error
+class _Parquet:
+    kind, way_out = "a row group", " (row_group_size of the writer)"
+
+    def __init__(self, path: str, metadata: Any = None) -> None:
+        # A buffered stream decodes a column as it goes, rather than from all of its bytes.
+        self._file = pq.ParquetFile(path, metadata=metadata, buffer_size=1 << 20, page_checksum_verification=True)
+        self.schema, self.metadata = self._file.schema_arrow, self._file.metadata
+        self.rows = [self.metadata.row_group(group).num_rows for group in range(self.metadata.num_row_groups)]
+
+    def batches(self, columns: list[str], chunks: Collection[int]) -> Iterator[tuple[Any, int]]:
+        """Yield record batches of some columns and chunks, with the bytes that they take in memory."""
+        # Threads of Arrow's, here and below, would be lost in the worker processes that torch forks.
+        for batch in self._file.iter_batches(_BATCH_ROWS, row_groups=chunks, columns=columns, use_threads=False):
+            yield batch, batch.nbytes
+
+    def least_bytes(self, columns: list[str], chunk: int) -> int:
+        """Return the bytes of a row group's numbers, from the file's metadata, whose own size is the packed one."""
+        group, bits = self.metadata.row_group(chunk), 0
+        for number in range(group.num_columns):
+            leaf, values = self._file.schema.column(number), group.column(number).num_values
+            if leaf.path.partition(".")[0] in columns:
+                kind, _, width = leaf.converted_type.partition("_")
+                bits += values * (int(width) if kind in ("INT", "UINT") else _BITS.get(leaf.physical_type, 0))
+        return bits // 8
+
+    def close(self) -> None:
+        self._file.close()
 
 
-class RecentChunks:
-    """The chunks that were used last, up to so many bytes, in one process; a copy in another starts empty."""
+class _Arrow:
+    """A file, which has an index of its record batches, or a stream, which has none and is one chunk."""
 
-    def __init__(self, max_bytes: int = _CACHE_BYTES) -> None:
-        self.max_bytes = max_bytes
-        self._chunks: dict[tuple[str, int], tuple[Columns, int]] = {}
-        self._bytes = 0
+    metadata = None
 
-    def __reduce__(self) -> tuple[type[RecentChunks], tuple[int]]:
-        return RecentChunks, (self.max_bytes,)
-
-    def get(self, path: str, chunk: int, load: Callable[[], tuple[Columns, int]]) -> Columns:
-        """Return the columns of a chunk; if they are not held, ``load`` returns them and their bytes."""
-        key = path, chunk
-        if key in self._chunks:
-            self._chunks[key] = self._chunks.pop(key)  # now the last to go
+    def __init__(self, path: str) -> None:
+        self._mapped = pa.memory_map(path).read_buffer()
+        self._is_file = self._mapped[:6].to_pybytes() == b"ARROW1"
+        self.kind, self.way_out = "a stream", ", uncompressed, or as an Arrow file"
+        reader = self._reader()
+        self.schema = reader.schema
+        if self._is_file:
+            self.kind, self.way_out = "a record batch", ", or uncompressed, which is mapped"
+            self.rows = [reader.get_batch(number).num_rows for number in range(reader.num_record_batches)]
         else:
-            columns, size = load()
-            self._chunks[key] = columns, size + _CHUNK_OVERHEAD
-            self._bytes += size + _CHUNK_OVERHEAD
-            while self._bytes > self.max_bytes and len(self._chunks) > 1:
-                oldest = next(iter(self._chunks))
-                self._bytes -= self._chunks.pop(oldest)[1]
-        return self._chunks[key][0]
+            self.rows = [sum(batch.num_rows for batch in reader)]
+
+    def _reader(self) -> Any:
+        # All columns: with only some of them asked for, Arrow copies.
+        opened = pa.ipc.open_file if self._is_file else pa.ipc.open_stream
+        return opened(self._mapped, options=pa.ipc.IpcReadOptions(use_threads=False))
+
+    def batches(self, columns: list[str], chunks: Collection[int]) -> Iterator[tuple[Any, int]]:
+        reader, before = self._reader(), pa.total_allocated_bytes()
+        for batch in map(reader.get_batch, chunks) if self._is_file else reader:
+            chosen = batch.select(columns)
+            chosen.validate(full=True)  # offsets that point out of the file would be followed
+            # Uncompressed data is mapped, and takes none.
+            yield chosen, max(pa.total_allocated_bytes() - before, 0)
+            before = pa.total_allocated_bytes()
+
+    def least_bytes(self, columns: list[str], chunk: int) -> int:
+        return 0
+
+    def close(self) -> None:
+        """Do nothing: the last array that looks into the file unmaps it."""
 
 
-class RowIndex:
-    """Random access to a table's rows, through chunks shared by all tables; raises SampleError if it is unreadable."""
-
-    def __init__(self, path: str, recent: RecentChunks, names: FieldNames = OUR_NAMES) -> None:
-        self._path, self._recent, self._names = path, recent, names
-        try:
-            self._file = Unchanged.since_now(path)
-            self.size = self._file.size
-            with closing(_open(path, names)) as table:
-                self._first_row = np.cumsum([0, *table.rows_of_chunks()])
-        except _FAULTS as error:
-            raise SampleError(f"{path}: cannot be read: {error}") from error
-
-    def __len__(self) -> int:
-        """Number of rows."""
-        return int(self._first_row[-1])
-
-    def offset(self, number: int) -> int:
-        """Bytes before a row, if all had as many."""
-        return self.size * number // len(self)
-
-    def first_at(self, byte: int) -> int:
-        """The first row with an :meth:`offset` of at least so many bytes."""
-        return min(-(-byte * len(self) // self.size), len(self))
-
-    def read(self, number: int) -> Row:
-        """Return a row, from 0; raises SampleError if the file has changed, or a chunk of it is too large."""
-        source = f"{self._path} row {number}"
-        try:
-            self._file.check()  # even if the chunk is held: a part of the file may be mapped
-        except OSError as error:
-            raise SampleError(f"{source}: cannot be read: {error}") from error
-        chunk = int(np.searchsorted(self._first_row, number, side="right")) - 1
-        columns = self._recent.get(self._path, chunk, lambda: self._load(chunk))
-        return Row(source, columns, number - int(self._first_row[chunk]))
-
-    def _load(self, chunk: int) -> tuple[Columns, int]:
-        first, last = self._first_row[chunk : chunk + 2].tolist()
-        try:
-            with closing(_open(self._path, self._names)) as table:
-                same = table.num_chunks == len(self._first_row) - 1
-                batch, size = table.chunk(chunk, self._recent.max_bytes) if same else (None, 0)
-        except _FAULTS as error:
-            raise SampleError(f"{self._path}: cannot be read from row {first} on: {error}") from error
-        if size > self._recent.max_bytes:
-            raise SampleError(
-                f"{self._path}: rows {first} to {last - 1} are {table.name} of at least {size >> 20:,} MiB unpacked, "
-                f"and streaming unpacks all of it for a single row; write at most {self._recent.max_bytes >> 20:,} MiB "
-                f"together{table.way_out}, or hold all samples in memory (data.streaming=false)"
-            )
-        if batch is None or batch.num_rows != last - first:
-            raise self._file.error()
-        return table.columns(batch), size
-
-
-def _open(path: str, names: FieldNames) -> _Parquet | _Arrow:
-    """Return an open table, without the columns that are not read."""
+def _open(path: str, metadata: Any = None) -> _Parquet | _Arrow:
+    """Open a table; ``metadata`` of an earlier opening spares reading those of all row groups again."""
     check_regular(path)
     if not is_utf8(path):
         raise SampleError(f"{path}: Arrow opens no path that is not UTF-8; rename the file")
-    if path.lower().endswith(".parquet"):
-        return _Parquet(path, names)
-    return _Arrow(path, names)
+    return _Parquet(path, metadata) if path.lower().endswith(".parquet") else _Arrow(path)
 
 
-def _known(path: str, schema: Any, names: FieldNames) -> list[str]:
+def _columns(path: str, schema: Any, names: FieldNames) -> list[str]:
     """Return the columns that are read; raises SampleError if there is nothing to make samples of."""
     known = names.of_file(schema.names, path)
     if not FORMATS.keys() & set(known.values()):
@@ -240,135 +208,226 @@ def _known(path: str, schema: Any, names: FieldNames) -> list[str]:
     return columns
 
 
-class _Table:
-    """A table with the names of all its columns."""
-
-    all_names: list[str]
-
-    def rows_of_chunks(self) -> list[int]:
-        raise NotImplementedError
-
-    @cached_property
-    def num_rows(self) -> int:
-        return sum(self.rows_of_chunks())
-
-    def columns(self, batch: Any) -> Columns:
-        return dict.fromkeys(self.all_names) | dict(zip(batch.schema.names, batch.columns, strict=True))
+def _by_name(schema: Any, batch: Any) -> Columns:
+    return dict.fromkeys(schema.names) | dict(zip(batch.schema.names, batch.columns, strict=True))
 
 
-class _Parquet(_Table):
-    name, way_out = "a row group", " (row_group_size of the writer)"
-
-    def __init__(self, path: str, names: FieldNames) -> None:
-        # A buffered stream decodes a column as it goes, rather than from all of its bytes.
-        self._file = pq.ParquetFile(path, buffer_size=1 << 20, page_checksum_verification=True)
-        self._names, self.all_names = _known(path, self._file.schema_arrow, names), self._file.schema_arrow.names
-        self._widths = [
-            _width(leaf) if field.name in self._names else 0
-            for field in self._file.schema_arrow
-            for leaf in _leaves(field.type)
-        ]
-
-    @property
-    def num_chunks(self) -> int:
-        return int(self._file.metadata.num_row_groups)
-
-    def rows_of_chunks(self) -> list[int]:
-        return [self._file.metadata.row_group(group).num_rows for group in range(self.num_chunks)]
-
-    def batches(self) -> Iterator[Any]:
-        # Threads of Arrow's, here and below, would be lost in the worker processes that torch forks.
-        yield from self._file.iter_batches(_BATCH_ROWS, columns=self._names, use_threads=False)
-
-    def chunk(self, number: int, limit: int) -> tuple[Any, int]:
-        size = self._least(number)
-        if size > limit:
-            return None, size
-        batches, size = [], 0
-        # A few rows at a time, because of text nothing says the size beforehand: a dictionary holds it once.
-        for batch in self._file.iter_batches(_BATCH_ROWS, row_groups=[number], columns=self._names, use_threads=False):
-            batches.append(batch)
-            size += batch.nbytes
-            if size > limit:
-                return None, size
-        return pa.Table.from_batches(batches), size
-
-    def _least(self, number: int) -> int:
-        """Return the bytes of a row group's numbers, from the file's metadata, whose own size is the packed one."""
-        group = self._file.metadata.row_group(number)
-        return sum(group.column(leaf).num_values * width // 8 for leaf, width in enumerate(self._widths) if width)
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class _Arrow(_Table):
-    """A file, which has an index of its record batches, or a stream, which has none and is one chunk."""
-
-    def __init__(self, path: str, names: FieldNames) -> None:
-        self._mapped = pa.memory_map(path).read_buffer()
-        self._is_file = self._mapped[: len(_FILE_MAGIC)].to_pybytes() == _FILE_MAGIC
-        self.name, self.way_out = (
-            ("a record batch", ", or uncompressed, which is mapped")
-            if self._is_file
-            else ("a stream", ", uncompressed, or as an Arrow file")
-        )
-        reader = self._reader()
-        self.num_chunks = int(reader.num_record_batches) if self._is_file else 1
-        self._names, self.all_names = _known(path, reader.schema, names), reader.schema.names
-
-    def _reader(self) -> Any:
-        # All columns: with only some of them asked for, Arrow copies.
-        opened = pa.ipc.open_file if self._is_file else pa.ipc.open_stream
-        return opened(self._mapped, options=pa.ipc.IpcReadOptions(use_threads=False))
-
-    def rows_of_chunks(self) -> list[int]:
-        rows = [batch.num_rows for batch in self.batches()]
-        return rows if self._is_file else [sum(rows)]
-
-    def batches(self) -> Iterator[Any]:
-        reader = self._reader()
-        found = map(reader.get_batch, range(self.num_chunks)) if self._is_file else reader
-        yield from (_checked(batch, self._names) for batch in found)
-
-    def chunk(self, number: int, limit: int) -> tuple[Any, int]:
-        batches = [_checked(self._reader().get_batch(number), self._names)] if self._is_file else list(self.batches())
-        return pa.Table.from_batches(batches), sum(_unpacked(batch, self._mapped) for batch in batches)
-
-    def close(self) -> None:
-        """Do nothing: the last array that looks into the file unmaps it."""
-
-
-def _leaves(kind: Any) -> list[Any]:
-    """Return the types of a column's values inside all lists and structs; each is a column of Parquet's own."""
-    if isinstance(kind, pa.BaseExtensionType):
-        return _leaves(kind.storage_type)
-    if types.is_struct(kind):
-        return [leaf for field in kind for leaf in _leaves(field.type)]
-    if types.is_map(kind):
-        return [*_leaves(kind.key_type), *_leaves(kind.item_type)]
-    if isinstance(kind, _LISTS):
-        return _leaves(kind.value_type)
-    return [kind.index_type if types.is_dictionary(kind) else kind]
-
-
-def _width(kind: Any) -> int:
-    """Bits of a value; 0 for text, whose values differ."""
+def read_rows(path: str, names: FieldNames = OUR_NAMES) -> Iterator[Row]:
+    """Yield all rows of a table, decoded a few at a time; raises SampleError if it cannot be read or has no samples."""
+    number = 0
     try:
-        return int(kind.bit_width)
-    except ValueError:
-        return 0
+        with closing(_open(path)) as table:
+            size = os.path.getsize(path) // max(sum(table.rows), 1)
+            for batch, _ in table.batches(_columns(path, table.schema, names), range(len(table.rows))):
+                columns = _by_name(table.schema, batch)
+                for at in range(batch.num_rows):
+                    yield Row(f"{path} row {number}", columns, at, size)
+                    number += 1
+    except _FAULTS as error:
+        raise SampleError(f"{path}: cannot be read from row {number} on: {error}") from error
 
 
-def _checked(batch: Any, names: list[str]) -> Any:
-    """Return these columns of a batch, without a copy, after checking that their offsets lie within their buffers."""
-    chosen = batch.select(names)
-    chosen.validate(full=True)
-    return chosen
+class RecentChunks:
+    """The chunks that were used last, up to :data:`CACHE_BYTES`, in one process; a copy in another starts empty."""
+
+    def __init__(self) -> None:
+        self._chunks: dict[tuple[str, int], tuple[Columns, int]] = {}
+        self._bytes = 0
+
+    def __reduce__(self) -> tuple[type[RecentChunks], tuple[()]]:
+        return RecentChunks, ()
+
+    def find(self, key: tuple[str, int]) -> Columns | None:
+        """Return the columns of a chunk, which becomes the last to go; None if it is not held."""
+        if key not in self._chunks:
+            return None
+        self._chunks[key] = self._chunks.pop(key)
+        return self._chunks[key][0]
+
+    def add(self, key: tuple[str, int], columns: Columns, size: int) -> Columns:
+        """Hold a chunk of so many bytes, and drop those used longest ago."""
+        self._chunks[key] = columns, size + _CHUNK_OVERHEAD
+        self._bytes += size + _CHUNK_OVERHEAD
+        while self._bytes > CACHE_BYTES and len(self._chunks) > 1:
+            self._bytes -= self._chunks.pop(next(iter(self._chunks)))[1]
+        return columns
 
 
-def _unpacked(batch: Any, mapped: Any) -> int:
-    """Bytes of a batch that are not in the file's mapping."""
-    first, end = mapped.address, mapped.address + mapped.size
-    buffers = [buffer for column in batch.columns for buffer in column.buffers() if buffer is not None]
-    return sum(buffer.size for buffer in buffers if not first <= buffer.address < end)
+class RowIndex:
+    """Random access to a table's rows, through chunks shared by all tables; raises SampleError if it is unreadable."""
+
+    def __init__(self, path: str, recent: RecentChunks, names: FieldNames = OUR_NAMES) -> None:
+        self._path, self._recent = path, recent
+        try:
+            self._file = Unchanged.since_now(path)
+            self.size = self._file.size
+            with closing(_open(path)) as table:
+                self._columns, self._metadata = _columns(path, table.schema, names), table.metadata
+                self._first_row = np.cumsum([0, *table.rows])
+        except _FAULTS as error:
+            raise SampleError(f"{path}: cannot be read: {error}") from error
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return int(self._first_row[-1])
+
+    def read(self, number: int) -> Row:
+        """Return a row, from 0; raises SampleError if the file has changed, or a chunk of it is too large."""
+        source = f"{self._path} row {number}"
+        try:
+            self._file.check()  # even if the chunk is held: a part of the file may be mapped
+        except OSError as error:
+            raise SampleError(f"{source}: cannot be read: {error}") from error
+        chunk = int(np.searchsorted(self._first_row, number, side="right")) - 1
+        columns = self._recent.find((self._path, chunk)) or self._load(chunk)
+        return Row(source, columns, number - int(self._first_row[chunk]))
+
+    def _load(self, chunk: int) -> Columns:
+        first, end = self._first_row[chunk : chunk + 2].tolist()
+        batches: list[Any] = []
+        try:
+            with closing(_open(self._path, self._metadata)) as table:
+                if table.rows != np.diff(self._first_row).tolist():
+                    raise self._file.error()
+                # A few rows at a time, because of text nothing says the size beforehand: a dictionary holds it once.
+                size, unpacked = table.least_bytes(self._columns, chunk), 0
+                for batch, taken in table.batches(self._columns, [chunk]) if size <= CACHE_BYTES else ():
+                    batches.append(batch)
+                    unpacked += taken
+                    size = max(size, unpacked)
+                    if size > CACHE_BYTES:
+                        break
+        except _FAULTS as error:
+            raise SampleError(f"{self._path}: cannot be read from row {first} on: {error}") from error
+        if size > CACHE_BYTES:
+            raise SampleError(
+                f"{self._path}: rows {first} to {end - 1} are {table.kind} of at least {size >> 20:,} MiB unpacked, "
+                f"and streaming unpacks all of it for a single row; write at most {CACHE_BYTES >> 20:,} MiB "
+                f"together{table.way_out}, or hold all samples in memory (data.streaming=false)"
+            )
+        columns = _by_name(table.schema, pa.Table.from_batches(batches))
+        return self._recent.add((self._path, chunk), columns, size)
+
+
+class TableWriter:
+    """A table that is being written; see :class:`mcore_prefix_tree.data.write.RowWriter`.
+
+    A table begins with the types of its columns, but the fields of the samples are known only after the last. So rows
+    are first written to a nameless file in the table's folder, in parts with separate types, and copied from there.
+    """
+
+    def __init__(self, path: Path, *, is_parquet: bool) -> None:
+        self._path, self._is_parquet = path, is_parquet
+        self._spool = tempfile.TemporaryFile(dir=path.absolute().parent)  # noqa: SIM115  # closed on exit
+        self._schemas: list[Any] = []
+        # For each column, the kind of its values, and the first row with that kind.
+        self._kinds: dict[str, tuple[str, str]] = {}
+
+    def close(self) -> None:
+        """Remove the parts."""
+        self._spool.close()
+
+    def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write more rows; each names its ``source``."""
+        columns, field = {}, ""
+        try:
+            for field in dict.fromkeys(name for row in rows for name in row):
+                columns[field] = self._column(field, rows)
+            part = pa.table(columns)
+        except (OverflowError, pa.ArrowException) as error:
+            raise _no_column(f"field '{field}'", error) from error
+        self._schemas.append(part.schema)
+        with pa.ipc.new_stream(self._spool, part.schema) as stream:
+            stream.write_table(part)
+
+    def _column(self, name: str, rows: Sequence[Mapping[str, Any]]) -> Any:
+        values = [row.get(name) for row in rows]
+        if all(value is None or isinstance(value, pa.Array) for value in values):
+            # Carried values keep their type, or take the one that holds all of them.
+            schemas = [pa.schema([("", value.type)]) for value in values if value is not None]
+            kind = pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+            return pa.concat_arrays([pa.nulls(1, kind) if value is None else value.cast(kind) for value in values])
+        values = [_decoded(value) for value in values]
+        for value, row in zip(values, rows, strict=True):
+            if value is not None:
+                source = str(_decoded(row["source"]))
+                kind, first = self._kinds.setdefault(name, (_json_kind(value), source))
+                if kind != _json_kind(value):
+                    raise SampleError(
+                        f"{source}: field '{name}' is {_json_kind(value)} and that of {first} is {kind}, but a column "
+                        "of a table holds one kind; write JSON Lines (a name that ends in .jsonl)"
+                    )
+        return _array(values)
+
+    def finish(self) -> None:
+        """Write the table."""
+        try:
+            schema = pa.unify_schemas(self._schemas, promote_options="permissive")
+            if self._is_parquet:
+                opened = pq.ParquetWriter(self._path, schema, compression="zstd", write_page_checksum=True)
+            else:
+                opened = pa.ipc.new_file(self._path, schema)  # uncompressed: readers map it
+            pending: list[Any] = []
+            self._spool.seek(0)
+            with opened as writer:
+                for number in range(len(self._schemas)):
+                    with pa.ipc.open_stream(self._spool) as stream:
+                        parts = [schema.empty_table(), stream.read_all()]
+                    pending.append(pa.concat_tables(parts, promote_options="permissive"))
+                    if sum(table.nbytes for table in pending) >= PART_BYTES or number == len(self._schemas) - 1:
+                        writer.write_table(pa.concat_tables(pending).combine_chunks())
+                        pending = []
+        except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
+            raise _no_column("a field", error) from error
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, JsonText):
+        return json.loads(value)
+    return value.to_pylist()[0] if isinstance(value, pa.Array) else value
+
+
+def _json_kind(value: Any) -> str:
+    if isinstance(value, (RoutedExperts, np.ndarray, list)):
+        return "a list"
+    if isinstance(value, (SamplingMask, Teacher, dict)):
+        return "an object"
+    if isinstance(value, (bool, np.bool_)):
+        return "true or false"
+    return "a string" if isinstance(value, str) else "a number"
+
+
+def _array(values: Sequence[Any]) -> Any:
+    """Return an Arrow array of values of one kind. In a list of numbers, NaN becomes null."""
+    known = [value for value in values if value is not None]
+    example = known[0] if known else None
+    if isinstance(example, RoutedExperts):
+        return _fixed_lists(values)
+    if isinstance(example, np.ndarray):
+        dtype = np.result_type(*(value.dtype for value in known))
+        lists = [None if value is None else value.astype(dtype, copy=False) for value in values]
+        return pa.array(lists, type=pa.list_(pa.from_numpy_dtype(dtype)), from_pandas=True)
+    if isinstance(example, (SamplingMask, Teacher)):
+        # Arrow takes the type of a field from its arrays of one dimension.
+        rows = [None if value is None else value.parts() for value in values]
+        values = [
+            row and {name: list(p) if getattr(p, "ndim", 0) > 1 else p for name, p in row.items()} for row in rows
+        ]
+    return pa.array(values)
+
+
+def _fixed_lists(values: Sequence[RoutedExperts | None]) -> Any:
+    """Return lists ``[n]`` of lists of a fixed size, int16, of routes ``[n, layers, top-k]``."""
+    ids = [np.zeros((0, 0, 0), np.int16) if value is None else value.ids.astype(np.int16) for value in values]
+    known = [one for one, value in zip(ids, values, strict=True) if value is not None]
+    if len({one.shape[1:] for one in known}) > 1:
+        raise pa.ArrowInvalid("its routes have different numbers of layers or of experts")
+    rows = pa.array(np.concatenate(known).reshape(-1))
+    for size in reversed(known[0].shape[1:]):
+        rows = pa.FixedSizeListArray.from_arrays(rows, size)
+    ends, absent = np.cumsum([0, *map(len, ids)]), pa.array([value is None for value in values])
+    return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), rows, mask=absent)
+
+
+def _no_column(what: str, error: Exception) -> SampleError:
+    return SampleError(f"{what} cannot be a column of a table ({error}); write JSON Lines (a name that ends in .jsonl)")

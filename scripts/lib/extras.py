@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 # Imports after each extra; tests/docs/test_extras.py compares the keys with pyproject.toml, and the packages with all
 # imports of the package, the examples and the pages.
 IMPORTS = {
-    "arrow": ("pyarrow.feather", "pyarrow.ipc", "pyarrow.parquet", "mcore_prefix_tree.data.write_tables"),
+    "arrow": ("pyarrow.feather", "pyarrow.ipc", "pyarrow.parquet", "mcore_prefix_tree.data.tables"),
     "bridge": ("accelerate", "megatron.bridge", "mcore_prefix_tree.mcore.models.bridge"),
     "docs": ("mkdocs.__main__", "material", "mkdocstrings_handlers.python"),
     "gpu": ("cutlass", "flash_attn.cute.interface", "triton"),

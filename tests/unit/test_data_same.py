@@ -11,7 +11,7 @@ from harness.commands import write_rows
 
 from mcore_prefix_tree import Sample
 from mcore_prefix_tree.data import LineOptions, StreamedGroups, check_same_samples, iter_sample_groups
-from mcore_prefix_tree.data.node import once_per_node
+from mcore_prefix_tree.data.source import once_per_node
 from mcore_prefix_tree.sample import SampleError
 from mcore_prefix_tree.signals import Signals
 from mcore_prefix_tree.utils.ranks import Ranks, name_ranks
@@ -155,7 +155,7 @@ def test_streamed_files_are_compared_before_they_are_gone_through(of_ranks, copi
     def never(*_, **__):
         raise AssertionError
 
-    monkeypatch.setattr("mcore_prefix_tree.data.stream._go_through", never)
+    monkeypatch.setattr("mcore_prefix_tree.data.stream.StreamedGroups._go_through", never)
     (sentence,) = set(of_ranks(streamed(copies(theirs))))
     assert sentence.startswith("ranks 2-3 on node-b ")
     assert "9 records" in sentence

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 
 from mcore_prefix_tree.data import LineOptions, StreamedGroups, iter_sample_groups
 from mcore_prefix_tree.data.batches import SampleOrder
-from mcore_prefix_tree.data.grouping import streamed_whole_groups, whole_groups
+from mcore_prefix_tree.data.grouping import whole_groups
 from mcore_prefix_tree.sample import SampleError
 
 IDS = [0, 7, True, 2.0, 2.5, "7", "é", 2**70, 1e300]
@@ -79,49 +78,21 @@ def test_streamed_groups_keep_the_order_of_memory_from_any_step(tmp_path, kind, 
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-@given(st.lists(st.sampled_from(range(len(IDS))), min_size=1, max_size=14), st.lists(st.integers(0, 14), max_size=2))
-def test_lines_of_a_group_may_lie_apart(tmp_path_factory, size, keys, cuts):
-    """In any order, also in other files and at other ranks; every group is checked once it is complete."""
-    lines = [
-        json.dumps({"tokens": [key, number, 1], "loss_mask": [0, 1, 1], "group": IDS[key]})
-        for number, key in enumerate(keys)
-    ]
-    places = sorted({0, len(lines), *(cut for cut in cuts if cut < len(lines))})
-    paths = write_files(tmp_path_factory.mktemp("files"), *(lines[start:end] for start, end in pairwise(places)))
-    same = {key: next(one for one in keys if IDS[one] == IDS[key]) for key in keys}
-    by_id = {}
-    for number, key in enumerate(keys):
-        by_id.setdefault(same[key], []).append((key, number))
-    mixed = any(len({key for key, _ in group}) > 1 for group in by_id.values())
-    whole = [[list(one) for one in group] for group in by_id.values()]
-    shown, bad = [], None
-
-    def check(samples):
-        shown.append([sample.tokens[:2].tolist() for sample in samples])
-        if shown[-1] == bad:
-            raise SampleError(f"{samples[0].source}: is bad")
-
-    held, why = attempt(lambda: whole_groups(list(iter_sample_groups(paths)), "group", step=None, setting="the test"))
-    groups, as_well = attempt(lambda: streamed(paths, size=size, check=check))
-    assert why == as_well
-    assert mixed or not why
-    if groups is None or held is None:
-        return
-    assert [[sample.tokens[:2].tolist() for sample in group] for group in groups] == whole
-    assert told_groups(groups) == told_groups(held)
-    assert not groups.fault
-    assert all(group in shown for group in whole)
-    bad = whole[len(whole) // 2]
-    fault = streamed(paths, size=size, check=check).fault
-    assert fault == f"{held[len(whole) // 2][0].source}: is bad"
-
-
-def attempt(make):
-    """The groups, or None and the error."""
-    try:
-        return make(), ""
-    except SampleError as error:
-        return None, str(error)
+@pytest.mark.parametrize(
+    ("ids", "second", "first"),
+    [(["a", "b", "b", "a", "a"], 4, 1), ([1, 2, True, 2.0], 3, 1), (["a", "b", "c", "b", "a"], 4, 2)],
+)
+def test_groups_apart_are_rejected_with_both_lines(tmp_path, size, ids, second, first):
+    lines = [line(group, number) for number, group in enumerate(ids)]
+    (path,) = write_files(tmp_path, lines)
+    says = (
+        f"{path}:{second}: group {ids[second - 1]!r} is at {path}:{first} too, with other lines between; streaming "
+        "reads a group from one place: give each its own id, put its lines next to each other, or hold all samples in "
+        "memory (data.streaming=false)"
+    )
+    with pytest.raises(SampleError) as raised:
+        streamed([path], size=size)
+    assert str(raised.value) == says
 
 
 def test_one_record_of_several_rollouts_is_not_streamed(tmp_path):
@@ -132,12 +103,9 @@ def test_one_record_of_several_rollouts_is_not_streamed(tmp_path):
     held = whole_groups(list(iter_sample_groups(tmp_path / "a.jsonl", options)), "rollout", step=None, setting="t")
     assert [len(one) for one in held] == [1, 1]
     with pytest.raises(SampleError, match="its record holds several rollouts, which streaming reads together"):
-        streamed_whole_groups(
-            partial(StreamedGroups, tmp_path / "a.jsonl", options), "rollout", step=None, setting="the test"
-        )
+        StreamedGroups(tmp_path / "a.jsonl", options, grouped_by="rollout")
 
 
-GOES_ON = [line("a", 1), line("b", 2), line("b", 3), line("c", 4), line("b", 5), line("a", 6)]
 UNEQUAL = [line("a", 1), line("a", 2), line("b", 3)]
 PAIRS = [line(0, n, pair=pair, chosen=n % 2 == 0) for n, pair in enumerate(["p", "p", "q"])]
 
@@ -146,19 +114,12 @@ PAIRS = [line(0, n, pair=pair, chosen=n % 2 == 0) for n, pair in enumerate(["p",
 @pytest.mark.parametrize(
     ("lines", "by", "step"),
     [
-        (GOES_ON, "group", None),
-        ([line(1, 1), line(2, 2), line(True, 3), line(2.0, 4)], "group", None),
         ([line("a", 1), '{"tokens": [1]}', "[]"], "group", None),
         (UNEQUAL, "group", 2),
         (UNEQUAL[:2], "group", 3),
         (PAIRS, "pair", None),
         (PAIRS[:2], "pair", 3),
         (UNEQUAL, "pair", 2),
-        (
-            [line("a", 1, rollout=1), line("a", 2, rollout=True), line("b", 3), line("a", 4, rollout=1.0)],
-            "rollout",
-            None,
-        ),
         ([line("a", 1), line("a", 2, rollout=7), line("a", 3, rollout=7)], "rollout", 4),
     ],
 )
@@ -191,12 +152,12 @@ def test_check_receives_complete_groups(tmp_path, size, bad):
         if shown[-1] == bad:
             raise SampleError(f"{samples[0].source}: is bad")
 
-    groups = streamed(paths, size=size, check=check)
-    assert groups.fault == f"{paths[0]}:{4 * bad + 1}: is bad"
+    with pytest.raises(SampleError, match=f"^{paths[0]}:{4 * bad + 1}: is bad$"):
+        streamed(paths, size=size, check=check)
     shown.clear()
     bad = None
-    assert not streamed(paths, size=size, check=check).fault
-    assert set(shown) == set(range(6))
+    streamed(paths, size=size, check=check)
+    assert sorted(shown) == [*range(6)], "once each"
 
 
 def test_lines_by_themselves_are_checked_too(tmp_path):
@@ -206,5 +167,6 @@ def test_lines_by_themselves_are_checked_too(tmp_path):
             raise SampleError("three")
 
     paths = write_files(tmp_path, UNEQUAL)
-    assert StreamedGroups(paths, LineOptions(), check=check).fault == "three"
-    assert not StreamedGroups(paths, LineOptions()).fault
+    with pytest.raises(SampleError, match="three"):
+        StreamedGroups(paths, LineOptions(), check=check)
+    assert len(StreamedGroups(paths, LineOptions())) == 3

@@ -6,7 +6,7 @@ import json
 import re
 
 import pytest
-from data_sources import Words, streamed, told_groups, write_files
+from data_sources import Words, write_files
 from harness.commands import write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,17 +31,13 @@ def held(paths, by="group", step=None):
     return whole_groups(list(iter_sample_groups(paths)), by, step=step, setting="the test")
 
 
-def both(folder, *files, by="group", size=1):
-    """The groups of the lines in memory, which are those streamed; or the error, in the same words."""
+def grouped(folder, *files, by="group"):
+    """The groups of the lines in memory; or the error."""
     paths = write_files(folder, *([json.dumps(one) for one in lines] for lines in files))
     try:
-        groups = held(paths, by)
+        return held(paths, by)
     except SampleError as error:
-        with pytest.raises(SampleError, match=f"^{re.escape(str(error))}$"):
-            streamed(paths, by, size=size)
         raise SampleError(str(error).replace(f"{folder}/", "")) from None
-    assert told_groups(streamed(paths, by, size=size)) == told_groups(groups)
-    return groups
 
 
 MAIN, SUB, OTHER = [11, 12, 13], [70, 71], [90]
@@ -55,9 +51,8 @@ INTERLEAVED = [
 ]
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_subagents_of_interleaved_groups_are_members(tmp_path, size):
-    groups = both(tmp_path, INTERLEAVED, size=size)
+def test_subagents_of_interleaved_groups_are_members(tmp_path):
+    groups = grouped(tmp_path, INTERLEAVED)
     assert [[one.source.rpartition(":")[2] for one in group] for group in groups] == [list("1245"), list("36")]
 
 
@@ -70,36 +65,35 @@ def test_subagents_of_interleaved_groups_are_members(tmp_path, size):
     ],
 )
 def test_order_and_number_of_a_rollouts_lines_are_free(tmp_path, lines):
-    groups = both(tmp_path, [INTERLEAVED[at] for at in lines])
+    groups = grouped(tmp_path, [INTERLEAVED[at] for at in lines])
     assert sorted(map(len, groups)) == [2, len(lines) - 2]
 
 
 def test_rollout_of_one_sample_needs_no_turn(tmp_path):
     lines = [*INTERLEAVED[:3], line("q", "r1", prompt=MAIN), INTERLEAVED[5]]
-    assert [len(group) for group in both(tmp_path, lines)] == [3, 2]
+    assert [len(group) for group in grouped(tmp_path, lines)] == [3, 2]
 
 
 def test_unscored_member_has_its_groups_prompt(tmp_path):
     """An overlong rollout is not trained on and counts in the baseline; its mask does not mark its prompt's end."""
     lines = [*INTERLEAVED[:3], line("q", "r1", 0, prompt=MAIN, answer=2, mask=[0] * 4), INTERLEAVED[5]]
-    assert [len(group) for group in both(tmp_path, lines)] == [3, 2]
+    assert [len(group) for group in grouped(tmp_path, lines)] == [3, 2]
 
 
 def test_rollouts_with_lines_apart(tmp_path):
     lines = [INTERLEAVED[at] for at in (0, 3, 1, 4, 2, 5)]
-    assert [len(group) for group in both(tmp_path, lines, by="rollout")] == [2, 2, 1, 1]
+    assert [len(group) for group in grouped(tmp_path, lines, by="rollout")] == [2, 2, 1, 1]
 
 
-@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("by", ["group", "rollout"])
-def test_ids_that_start_anew_in_another_file(tmp_path, by, size):
+def test_ids_that_start_anew_in_another_file(tmp_path, by):
     again = [dict(one, tokens=[one["tokens"][0] + 1, *one["tokens"][1:]]) for one in INTERLEAVED]
     of_group = " of group 'q'" if by == "group" else ""
     way_out = WAY_OUT.replace("group", by)
     with pytest.raises(
         SampleError, match=f"^1.jsonl:1: turn 0 of rollout 'r0'{of_group} is at 0.jsonl:1 too; {way_out}$"
     ):
-        both(tmp_path, INTERLEAVED, again, by=by, size=size)
+        grouped(tmp_path, INTERLEAVED, again, by=by)
 
 
 def test_ids_that_start_anew_in_another_epoch(tmp_path):
@@ -108,32 +102,15 @@ def test_ids_that_start_anew_in_another_epoch(tmp_path):
     with pytest.raises(
         SampleError, match=f"^0.jsonl:5: turn 0 of rollout 0 of group 1 is at 0.jsonl:1 too; {WAY_OUT}$"
     ):
-        both(tmp_path, lines)
+        grouped(tmp_path, lines)
 
 
-@pytest.mark.parametrize(
-    ("lines", "says"),
-    [
-        (
-            # Groups were numbered anew, rollouts were not.
-            [*INTERLEAVED, line("q", "r2", 0, prompt=[14]), line("q", "r2", 1, prompt=[73])],
-            f"0.jsonl:7: group 'q' has another prompt here than at 0.jsonl:1, and other lines between; {WAY_OUT}",
-        ),
-        (
-            [{k: v for k, v in one.items() if k != "turn"} for one in INTERLEAVED],
-            f"0.jsonl:1: group 'q' has another prompt here than at 0.jsonl:2, and other lines between; {WAY_OUT}"
-            + UNNAMED,
-        ),
-        (
-            [{k: v for k, v in one.items() if k != "rollout"} for one in INTERLEAVED],
-            f"0.jsonl:1: group 'q' has another prompt here than at 0.jsonl:2, and other lines between; {WAY_OUT}"
-            + UNNAMED,
-        ),
-    ],
-)
-def test_lines_that_nothing_shows_to_be_one_group(tmp_path, lines, says):
-    with pytest.raises(SampleError, match=f"^{re.escape(says)}$"):
-        both(tmp_path, lines)
+@pytest.mark.parametrize("missing", ["turn", "rollout"])
+def test_lines_that_nothing_shows_to_be_one_group(tmp_path, missing):
+    says = "0.jsonl:1: group 'q' has another prompt here than at 0.jsonl:2, and other lines between; "
+    lines = [{name: value for name, value in one.items() if name != missing} for one in INTERLEAVED]
+    with pytest.raises(SampleError, match=f"^{re.escape(says + WAY_OUT + UNNAMED)}$"):
+        grouped(tmp_path, lines)
 
 
 @settings(max_examples=40)
@@ -148,7 +125,7 @@ def test_any_order_of_named_samples_makes_the_same_groups(tmp_path_factory, data
                 own = [group, 30 + turn] if kind == "main" else [50 + data.draw(st.integers(0, 20))]
                 lines.append(line(group, rollout, turn, prompt=[group] if turn == 0 else own, answer=rollout))
     lines = data.draw(st.permutations(lines))
-    groups = both(tmp_path_factory.mktemp("files"), lines, size=data.draw(st.sampled_from([1, 2])))
+    groups = grouped(tmp_path_factory.mktemp("files"), lines)
     expected = {}
     for number, one in enumerate(lines, start=1):
         expected.setdefault(one["group"], []).append(number)

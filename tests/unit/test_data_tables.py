@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import re
 import subprocess
@@ -16,14 +15,13 @@ import pyarrow as pa
 import pyarrow.feather
 import pyarrow.parquet
 import pytest
-from data_sources import CHAT, CharacterTokenizer, by_ranks, write_table
+from data_sources import CHAT, CharacterTokenizer, write_table
 from harness.commands import run_command, write_rows
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_prefix_tree import SampleError
-from mcore_prefix_tree.data import LineOptions, Skipped, StreamedGroups, iter_sample_groups, read_samples
-from mcore_prefix_tree.data.batches import SampleOrder
+from mcore_prefix_tree.data import LineOptions, StreamedGroups, read_samples, tables
 from mcore_prefix_tree.data.fields import OUR_NAMES
 from mcore_prefix_tree.data.tables import RecentChunks, RowIndex, read_rows
 from mcore_prefix_tree.data.write import rows_file
@@ -280,82 +278,17 @@ def test_text_that_is_no_text(tmp_path):
 
 
 GOOD = [{"tokens": [number, number + 1, 3], "note": "x"} for number in range(1, 8)]
-MIXED = [*GOOD[:4], {"tokens": [999], "note": ""}, {"tokens": None, "note": None}, *GOOD[4:]]
-
-
-@pytest.mark.parametrize("form", FORMATS)
-def test_skipping_loses_nothing_else(tmp_path, form):
-    path, skipped, streamed = write_table(tmp_path, MIXED, form), Skipped(), Skipped()
-    kept = read_samples(path, vocab_size=128, on_error="skip", skipped=skipped)
-    assert [sample.tokens.tolist() for sample in kept] == [row["tokens"] for row in GOOD]
-    assert skipped.kinds == {"outside the vocabulary": 1, "malformed": 1}
-    assert [reason.partition(": ")[0] for reason in skipped.first] == [f"{path} row 4", f"{path} row 5"]
-    groups = StreamedGroups(path, OPTIONS, on_error="skip", skipped=streamed)
-    assert groups.sizes.tolist() == [1] * 4 + [0] * 2 + [1] * 3
-    assert streamed == skipped
-
-
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_the_order_is_that_of_samples_in_memory(tmp_path, form, num_workers):
-    paths = [write_table(tmp_path, MIXED, form, rows_a_chunk=2), write_lines(tmp_path, GOOD[:3])]
-    held = SampleOrder(
-        list(iter_sample_groups(paths, LineOptions(vocab_size=128), on_error="skip", skipped=Skipped())),
-        seed=3,
-        order="shuffled",
-    )
-    streamed = SampleOrder(StreamedGroups(paths, OPTIONS, on_error="skip"), seed=3, order="shuffled")
-    epoch = held.samples_per_epoch
-    assert streamed.samples_per_epoch == epoch == 10
-    expected = [sample.source for sample in held.take(0, 3 * epoch)]
-    for consumed in (0, 1, epoch - 1, epoch + 3):
-        with streamed.stream(consumed, num_workers=num_workers) as stream:
-            assert [s.source for s in stream.take(epoch)] == expected[consumed : consumed + epoch]
-
-
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("size", [2, 3, 7, 40])
-def test_ranks_share_the_counting(tmp_path, form, size):
-    paths = [write_table(tmp_path, MIXED, form), write_lines(tmp_path, GOOD)]
-    alone = StreamedGroups(paths, OPTIONS, on_error="skip")
-    for streamed in by_ranks(size, lambda ranks: StreamedGroups(paths, OPTIONS, on_error="skip", ranks=ranks)):
-        assert streamed.sizes.tolist() == alone.sizes.tolist()
 
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_an_index_finds_every_row(tmp_path, form):
-    index = RowIndex(write_table(tmp_path, MIXED, form), RecentChunks())
-    assert [index.read(number).source.rpartition(" ")[2] for number in range(len(index))] == [*map(str, range(9))]
-    offsets = [index.offset(number) for number in range(len(index))]
-    assert offsets[0] == 0
-    for byte in range(index.size + 1):
-        first = index.first_at(byte)
-        assert first == len(index) or offsets[first] >= byte
-        assert first == 0 or offsets[first - 1] < byte
-
-
-@pytest.mark.parametrize("form", FORMATS)
-def test_changed_file_is_detected(tmp_path, form):
-    path = write_table(tmp_path, GOOD, form)
-    groups = StreamedGroups(path, OPTIONS)
-    other = pickle.loads(pickle.dumps(groups))  # without the chunks
-    first = Path(path).stat()
-    for rows in (GOOD[:2], GOOD[::-1]):
-        Path(path).unlink()  # as a writer does; mapped pages stay
-        write_table(tmp_path, rows, form)
-        os.utime(path, ns=(0, first.st_mtime_ns + 1))  # the clock of a file system may tick too slowly for this test
-        for one in (groups, other):
-            with pytest.raises(SampleError, match=rf"^{path}: has changed since the run began; do not change"):
-                one[0]
-    Path(path).unlink()
-    with pytest.raises(SampleError, match=rf"^{path} row 0: cannot be read: .*No such file"):
-        groups[0]
+    index = RowIndex(write_table(tmp_path, GOOD, form), RecentChunks())
+    assert [index.read(number).source.rpartition(" ")[2] for number in range(len(index))] == [*map(str, range(7))]
 
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_chunk_that_is_too_large_is_refused(tmp_path, form, monkeypatch):
-    monkeypatch.setattr("mcore_prefix_tree.data.tables._CACHE_BYTES", 1 << 20)
-    monkeypatch.setattr(RecentChunks.__init__, "__defaults__", (1 << 20,))
+    monkeypatch.setattr(tables, "CACHE_BYTES", 1 << 20)
     rows = [{"tokens": np.arange(100_000) % 100} for _ in range(4)]
     path = write_table(tmp_path, rows, form, rows_a_chunk=2)
     assert len(read_samples(path)) == 4
@@ -391,7 +324,7 @@ def test_a_chunk_that_is_too_large_is_refused(tmp_path, form, monkeypatch):
 )
 def test_a_row_group_that_is_too_large_is_not_unpacked(tmp_path, column, says, monkeypatch):
     """Here as in practice the file is small: a dictionary holds equal values once."""
-    monkeypatch.setattr(RecentChunks.__init__, "__defaults__", (1 << 22,))
+    monkeypatch.setattr(tables, "CACHE_BYTES", 1 << 22)
     path = write_table(tmp_path, pa.table(column), "parquet", rows_a_chunk=10_000)
     assert Path(path).stat().st_size < 3 << 20
     usual, counting = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
@@ -405,7 +338,7 @@ def test_a_row_group_that_is_too_large_is_not_unpacked(tmp_path, column, says, m
 
 
 def test_columns_that_are_not_read_do_not_count(tmp_path, monkeypatch):
-    monkeypatch.setattr(RecentChunks.__init__, "__defaults__", (1 << 20,))
+    monkeypatch.setattr(tables, "CACHE_BYTES", 1 << 20)
     long = np.zeros(100_000)
     columns = {
         "map": pa.array([[("a", long)]] * 2, pa.map_(pa.string(), pa.list_(pa.float64()))),
@@ -421,11 +354,13 @@ def test_columns_that_are_not_read_do_not_count(tmp_path, monkeypatch):
         assert StreamedGroups(path, LineOptions()).sizes.tolist() == [1, 1]
 
 
-def test_recent_chunks_are_kept_up_to_a_limit():
-    recent, loads = RecentChunks(max_bytes=310_000), []
+def test_recent_chunks_are_kept_up_to_a_limit(monkeypatch):
+    monkeypatch.setattr(tables, "CACHE_BYTES", 310_000)
+    recent, loads = RecentChunks(), []
 
     def use(chunk, size=10_000):
-        return recent.get("file", chunk, lambda: (loads.append(chunk) or {"chunk": chunk}, size))["chunk"]
+        key = "file", chunk
+        return (recent.find(key) or loads.append(chunk) or recent.add(key, {"chunk": chunk}, size))["chunk"]
 
     assert [use(chunk) for chunk in (0, 1, 2, 0, 1, 2)] == [0, 1, 2, 0, 1, 2]
     assert loads == [0, 1, 2]
@@ -437,7 +372,7 @@ def test_recent_chunks_are_kept_up_to_a_limit():
     use(9, size=10**6)
     use(9)
     assert loads[-2:] == [1, 9]
-    assert pickle.loads(pickle.dumps(recent)).max_bytes == 310_000
+    assert pickle.loads(pickle.dumps(recent)).find(("file", 9)) is None
 
 
 @pytest.mark.parametrize("name", ["cut.parquet", "cut.arrow", "empty.parquet", "empty.arrow", "text.feather"])
@@ -498,50 +433,6 @@ def test_commands_take_tables(tmp_path, form):
         f"skipped 2 bad samples (2 too long): {path} row 0: the sample has 3 tokens, but --max-tokens is 2"
         in planned.stderr
     )
-
-
-PEAK = """
-import sys
-import psutil, pyarrow.parquet, torch.utils.data  # before the measurement begins
-from mcore_prefix_tree.data import LineOptions, StreamedGroups, iter_sample_groups
-from mcore_prefix_tree.data.batches import SampleOrder
-from mcore_prefix_tree.data import tables
-path = sys.argv[1]
-tables.RecentChunks.__init__.__defaults__ = (1 << 22,)
-
-def held():
-    info = psutil.Process().memory_info()
-    return info.rss - info.shared  # pages of a mapped file can be given back at any time
-
-# The largest comes last: a way reuses memory that an earlier one has returned to its allocator.
-for way, workers in (("streamed", 1), ("streamed", 0), ("held", 0)):
-    before = peak = held()
-    groups = StreamedGroups(path, LineOptions()) if way == "streamed" else list(iter_sample_groups(path))
-    order = SampleOrder(groups, seed=0, order="shuffled")
-    total = 0
-    with order.stream(0, num_workers=workers) as stream:
-        for _ in range(0, order.samples_per_epoch, 8):
-            total += sum(int(sample.tokens.sum()) for sample in stream.take(8))
-            peak = max(peak, held())
-    print(peak - before, total)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="psutil knows of mapped pages on Linux")
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["parquet", "arrow"])
-def test_memory_stays_small_on_a_large_file(tmp_path, form):
-    tokens = np.random.default_rng(0).integers(0, 30_000, (1600, 4000))
-    path = write_table(tmp_path, pa.table({"tokens": list(tokens)}), form, rows_a_chunk=16)
-    assert Path(path).stat().st_size > 14e6
-
-    done = subprocess.run([sys.executable, "-c", PEAK, path], capture_output=True, text=True, check=True)
-    *streamed, (held, total) = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
-    assert len(streamed) == 2
-    for peak, same in streamed:
-        assert same == total == int(tokens.sum())
-        # Most of it Arrow's allocator keeps for the next chunk.
-        assert peak < 40e6 < 50e6 < held
 
 
 def test_damaged_page_of_parquet_is_named(tmp_path):

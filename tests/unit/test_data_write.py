@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mcore_prefix_tree import Sample, SampleError, Signals
-from mcore_prefix_tree.data import EncodedTurn, FieldNames, read_samples, write_tables
+from mcore_prefix_tree.data import EncodedTurn, FieldNames, read_samples, tables
 from mcore_prefix_tree.data.write import check_output, check_rows_output, make_row, rows_file
 from mcore_prefix_tree.sample import Tempered
 from mcore_prefix_tree.signals import Teacher
@@ -112,7 +112,7 @@ def test_tables_hold_the_same_rows_as_lines(tmp_path, name, at_once):
 
 
 def test_parts_have_a_bounded_size(tmp_path, monkeypatch):
-    monkeypatch.setattr(write_tables, "_PART_BYTES", 40_000)
+    monkeypatch.setattr(tables, "PART_BYTES", 40_000)
     rows = [{"source": f"f:{number}", "tokens": np.arange(1000, dtype=np.int32)} for number in range(95)]
     table = pq.ParquetFile(write(tmp_path / "rows.parquet", rows, 3))
     groups = [table.metadata.row_group(group).num_rows for group in range(table.num_row_groups)]
