@@ -19,11 +19,7 @@ IN_PEERS = "needs a model folder; tests/peers/test_grpo_own_model.py runs the pa
 # Page: {how a command begins: why it is not run}; "" fits every command of the page, a whole line only itself.
 NOT_RUN: dict[str, dict[str, str]] = {
     "CONTRIBUTING.md": {"": TOOLS},
-    "README.md": {
-        "scripts/": INSTALLS,
-        "pip install": INSTALLS,
-        "mcore-prefix-tree train": REPEATED,
-    },
+    "README.md": {"scripts/": INSTALLS, "pip install": INSTALLS, "mcore-prefix-tree train": REPEATED},
     "docs/attention.md": {"scripts/gpu_check": GPUS},
     "docs/correctness.md": {"": TOOLS},
     "docs/getting-started.md": {
@@ -38,9 +34,7 @@ NOT_RUN: dict[str, dict[str, str]] = {
         "mcore-prefix-tree inspect hf://": "downloads from the hub",
     },
     "docs/gpu.md": {"": GPUS},
-    "docs/howto/distillation.md": {
-        "mcore-prefix-tree train student.yaml\n": READERS,
-    },
+    "docs/howto/distillation.md": {"mcore-prefix-tree train student.yaml\n": READERS},
     "docs/howto/grpo-own-model.md": {"": IN_PEERS},
     "docs/howto/many-machines.md": {"": MACHINES},
     "docs/howto/token-ids.md": {"mcore-prefix-tree inspect turns.jsonl": READERS},
@@ -92,9 +86,7 @@ LONG = {
 SHORTER = [("recipes/quickstart.yaml", "compare: true", "compare: false\nverify: {enabled: false}")]
 
 # Options with which a command whose output no page shows ends sooner, by how it begins.
-SOONER = {
-    "mcore-prefix-tree verify recipes/quickstart.yaml": "batch.global_batch_size=8",
-}
+SOONER = {"mcore-prefix-tree verify recipes/quickstart.yaml": "batch.global_batch_size=8"}
 
 
 def reason(page: str, command: str) -> str | None:

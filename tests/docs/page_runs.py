@@ -34,14 +34,7 @@ _PROGRESS = re.compile(r"\w[\w ]*: \d+ of \d+")
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """Commands of a page, and the lines that it shows below them.
-
-    Attributes:
-        line: of the first command, from 1.
-        commands: without continuation lines and comments.
-        shown: lines of the output block; None if there is no such block.
-        at: line of the first shown line, from 1.
-    """
+    """Commands of a page without comments, and the lines that it shows below them, if any; lines count from 1."""
 
     line: int
     commands: list[str]
@@ -94,12 +87,7 @@ def _commands(block: str) -> list[str]:
 
 @dataclass
 class Shell:
-    """A reader's shell.
-
-    Attributes:
-        folder: the reader's working directory.
-        variables: that the reader has set.
-    """
+    """A reader's shell: a working directory, and the variables that the reader has set."""
 
     folder: Path
     variables: dict[str, str] = field(default_factory=dict)

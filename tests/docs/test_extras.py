@@ -33,18 +33,7 @@ DEPENDENCIES = {
     *("pydantic_core", "rich", "safetensors", "torch", "triton", "typer", "yaml"),
 }
 # No extra adds trainers, kernels of others and contestants of benchmarks.
-OTHERS = {
-    *(
-        "liger_kernel",
-        "nemo_rl",
-        "ray",
-        "slime",
-        "tensordict",
-        "tomli",
-        "transfer_queue",
-    ),
-    "verl",
-}
+OTHERS = {*("liger_kernel", "nemo_rl", "ray", "slime", "tensordict", "tomli", "transfer_queue"), "verl"}
 # Scripts' imports of and for the tests are installed for test runs.
 TESTS = {"harness", "pytest", "tokenizers", *(path.stem for path in (ROOT / "tests").rglob("*.py"))}
 OWN = {

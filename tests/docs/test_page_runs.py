@@ -37,10 +37,7 @@ def mark_of(name: str) -> Any:
 
 
 @pytest.mark.skipif(not version("megatron-core").startswith("0.19."), reason="pages show the output of 0.19")
-@pytest.mark.parametrize(
-    "page",
-    [pytest.param(one, id=name_of(one), marks=mark_of(name_of(one))) for one in RUN],
-)
+@pytest.mark.parametrize("page", [pytest.param(one, id=name_of(one), marks=mark_of(name_of(one))) for one in RUN])
 def test_page_shows_its_commands_output(page: Path, runs: Runs) -> None:
     for ran in runs.of(page):
         if ran.block.shown is not None:

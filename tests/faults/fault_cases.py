@@ -25,20 +25,11 @@ _WARNING = " meant?"
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A command on inputs of which at most one is faulty.
+    """A command in a folder of ``files`` and a copy of ``base``, of which at most one is faulty.
 
-    Attributes:
-        name: the change of the input.
-        reader: the row of the table that the case counts in.
-        arguments: of ``mcore-prefix-tree``, run in a folder of the case.
-        files: content by name; None removes a file of ``base``.
-        base: folder of the suite's good inputs, copied first.
-        stdin: bytes on standard input.
-        is_valid: whether the input is valid, by the suite's own rules.
-        names: text that a refusal has to contain, all of it; one of a tuple.
-        prepare: is called with the folder before the command.
-        same_output: an accepted input is right only if standard output is that of the unchanged ``base``, because the
-            input carries checksums.
+    A file of None is removed. A refusal has to contain all ``names``, or one of a tuple. ``prepare`` is called with the
+    folder. ``is_valid`` is by the suite's own rules; with ``same_output`` an accepted input is right only if standard
+    output is that of the unchanged base, because the input carries checksums.
     """
 
     name: str
@@ -58,16 +49,17 @@ class Case:
         return next((word for word in self.arguments if not word.startswith("-")), "") if self.arguments else ""
 
 
+def make_case(
+    reader: str, name: str, arguments: Sequence[str], names: Sequence[Any] = (), *, is_valid: bool = False, **more: Any
+) -> Case:
+    """Make a case whose refusal has to contain names."""
+    names = () if is_valid else names
+    return Case(reader=reader, name=name, arguments=arguments, names=names, is_valid=is_valid, **more)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Outcome of a command.
-
-    Attributes:
-        status: its exit status, negative for a signal; None if it had to be killed.
-        stdout: its standard output.
-        stderr: its standard error.
-        seconds: until it ended.
-    """
+    """Outcome of a command: the exit status, negative for a signal and None if it had to be killed, and the output."""
 
     status: int | None
     stdout: str
@@ -106,12 +98,7 @@ def judged(case: Case, outcome: Outcome, good_output: str | None = None) -> str:
 
 
 class Runner:
-    """Runs cases in forks of one process, or each in a separate process.
-
-    Args:
-        folder: for the files of cases.
-        bases: the suite's good inputs, a folder each.
-    """
+    """Runs cases in forks of one process, or each in a separate process."""
 
     def __init__(self, folder: Path, bases: Path) -> None:
         self._folder, self.bases = folder, bases
@@ -130,12 +117,7 @@ class Runner:
         self._server.join(10)
 
     def judge(self, case: Case, *, process: bool = False) -> tuple[str, Outcome]:
-        """Run a case and judge it.
-
-        Args:
-            case: to run.
-            process: run ``python -m mcore_prefix_tree`` in a separate process.
-        """
+        """Run a case and judge it, perhaps as ``python -m mcore_prefix_tree`` in a separate process."""
         outcome = self.run(case, process=process)
         good = None
         if case.same_output and outcome.status == 0:
@@ -206,13 +188,7 @@ class Runner:
 
 @dataclass
 class Table:
-    """Counts of outcomes, by reader.
-
-    Attributes:
-        counts: outcomes of each reader.
-        faults: a description of each case that ended wrongly.
-        slowest: seconds of the slowest case.
-    """
+    """Counts of outcomes by reader, a description of each case that ended wrongly, and the slowest case's seconds."""
 
     counts: dict[str, Counter[str]] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)

@@ -11,6 +11,7 @@ import numpy as np
 
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX = float(np.finfo(np.float32).max)
+Rule = Callable[[Any], bool]
 PER_TOKEN = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "values", "returns")
 
 
@@ -181,35 +182,23 @@ def positive(value: Any) -> bool:
     return is_finite(value) and value > 0
 
 
-def not_negative(value: Any) -> bool:
-    return is_finite(value) and value >= 0
-
-
-def share(value: Any) -> bool:
-    return is_finite(value) and 0 < value <= 1
-
-
-def below_one(value: Any) -> bool:
-    return is_finite(value) and 0 <= value < 1
-
-
-def integer(least: int) -> Callable[[Any], bool]:
-    return lambda value: is_finite(value) and value == int(value) and value >= least
-
-
 def flag(value: Any) -> bool:
     return isinstance(value, int) and value in (0, 1)
 
 
-def text(value: Any) -> bool:
-    return isinstance(value, str) and value != ""
+def one(value: Any) -> bool:
+    return is_finite(value) and value == 1
 
 
-def one_of(*names: str) -> Callable[[Any], bool]:
-    return lambda value: value in names if isinstance(value, str) else False
+def integer(least: int) -> Rule:
+    return lambda value: is_finite(value) and value == int(value) and value >= least
 
 
-def optional(rule: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def one_of(*names: str) -> Rule:
+    return lambda value: isinstance(value, str) and value in names
+
+
+def optional(rule: Rule) -> Rule:
     return lambda value: value is None or rule(value)
 
 
@@ -219,86 +208,51 @@ def never(value: Any) -> bool:
 
 
 # Keys of a recipe whose validity does not depend on another's value, for values of types.
-RECIPE: dict[str, Callable[[Any], bool]] = {
-    "data": never,
-    "data.path": never,
-    "data.tokenizer": optional(never),
-    "data.chat_template_kwargs": lambda value: value == {},
-    "data.expand_turns": flag,
-    "data.order": one_of("shuffled", "folded", "file"),
-    "data.on_error": one_of("raise", "skip"),
-    "data.streaming": flag,
-    "data.num_workers": integer(0),
-    "model": never,
-    "model.num_layers": integer(1),
-    "model.hidden_size": never,
-    "model.num_attention_heads": integer(1),
-    "model.num_query_groups": optional(integer(1)),
-    "model.ffn_hidden_size": optional(integer(1)),
-    "model.vocab_size": never,
-    "model.max_position_embeddings": integer(1),
-    "model.position_embedding_type": one_of("rope", "none"),
-    "model.rotary_base": integer(1),
-    "model.rotary_percent": share,
-    "model.rope_scaling": flag,
-    "model.rope_scaling_factor": positive,
-    "model.yarn": optional(never),
-    "model.normalization": one_of("RMSNorm", "LayerNorm"),
-    "model.swiglu": flag,
-    "model.add_bias_linear": flag,
-    "model.qk_layernorm": flag,
-    "model.untie_embeddings_and_output_weights": flag,
-    "model.dtype": one_of("float32"),
-    "model.transformer_impl": one_of("local"),
-    "model.transformer": lambda value: value == {},
-    "batch": never,
-    "batch.max_tokens": integer(1),  # a longer sample is cut
-    "batch.global_batch_size": integer(1),
-    "batch.share": one_of("all", "prompt"),
-    "batch.min_shared_tokens": integer(0),
-    "batch.length_buckets": lambda value: value is None or value == [],
-    "train_iters": integer(1),
-    "seed": integer(0),
-    "attention_backend": one_of("auto", "path", "reference"),
-    "deterministic_attention": flag,
-    "fused_head": flag,
-    "head_chunk_rows": optional(integer(1)),
-    "device": one_of("auto", "cpu"),
-    "distributed_timeout_minutes": optional(integer(1)),
-    "compare": flag,
-    "objective": lambda value: value == {},
-    "objective.name": one_of("sft"),
-    "objective.options": lambda value: value == {},
-    "objective.teacher_recipe": optional(never),
-    "parallel": lambda value: value == {},
-    "parallel.tensor_model_parallel_size": lambda value: integer(1)(value) and value == 1,
-    "parallel.pipeline_model_parallel_size": lambda value: integer(1)(value) and value == 1,
-    "parallel.virtual_pipeline_model_parallel_size": optional(never),
-    "parallel.context_parallel_size": lambda value: integer(1)(value) and value == 1,
-    "parallel.sequence_parallel": lambda value: value is False,
-    "optimizer": lambda value: value == {},
-    "optimizer.lr": positive,
-    "optimizer.min_lr": lambda value: not_negative(value) and value <= 1e-2,
-    "optimizer.lr_decay_style": one_of("constant", "linear", "cosine"),
-    "optimizer.lr_warmup_steps": lambda value: integer(0)(value) and value == 0,
-    "optimizer.lr_warmup_fraction": optional(below_one),
-    "optimizer.weight_decay": not_negative,
-    "optimizer.adam_beta1": below_one,
-    "optimizer.adam_beta2": below_one,
-    "optimizer.clip_grad": not_negative,
-    "optimizer.use_distributed_optimizer": flag,
-    "checkpoint": lambda value: value == {},
-    "checkpoint.save": optional(text),
-    "checkpoint.pretrained_checkpoint": optional(never),
-    "checkpoint.save_interval": integer(1),
-    "checkpoint.keep_last": optional(integer(1)),
-    "validation": lambda value: value == {},
-    "validation.path": optional(never),
-    "validation.eval_interval": integer(1),
-    "log": lambda value: value == {},
-    "log.metrics": optional(never),
-    "log.tensorboard": optional(lambda value: isinstance(value, str)),
-    "verify": lambda value: value == {},
-    "verify.enabled": flag,
-    "verify.tolerance": optional(positive),
+RECIPE: dict[str, Rule] = {
+    key: rule
+    for rule, keys in (
+        (never, "data data.path model model.hidden_size model.vocab_size batch"),
+        (optional(never), "data.tokenizer model.yarn objective.teacher_recipe checkpoint.pretrained_checkpoint"),
+        (optional(never), "parallel.virtual_pipeline_model_parallel_size validation.path log.metrics"),
+        (lambda value: value == {}, "data.chat_template_kwargs model.transformer objective objective.options parallel"),
+        (lambda value: value == {}, "optimizer checkpoint validation log verify"),
+        (flag, "data.expand_turns data.streaming model.rope_scaling model.swiglu model.add_bias_linear fused_head"),
+        (flag, "model.qk_layernorm model.untie_embeddings_and_output_weights deterministic_attention compare"),
+        (flag, "optimizer.use_distributed_optimizer verify.enabled"),
+        (one_of("shuffled", "folded", "file"), "data.order"),
+        (one_of("raise", "skip"), "data.on_error"),
+        (one_of("rope", "none"), "model.position_embedding_type"),
+        (one_of("RMSNorm", "LayerNorm"), "model.normalization"),
+        (one_of("float32"), "model.dtype"),
+        (one_of("local"), "model.transformer_impl"),
+        (one_of("all", "prompt"), "batch.share"),
+        (one_of("auto", "path", "reference"), "attention_backend"),
+        (one_of("auto", "cpu"), "device"),
+        (one_of("sft"), "objective.name"),
+        (one_of("constant", "linear", "cosine"), "optimizer.lr_decay_style"),
+        (integer(0), "data.num_workers batch.min_shared_tokens seed"),
+        # A sample longer than max_tokens is cut.
+        (integer(1), "model.num_layers model.num_attention_heads model.max_position_embeddings model.rotary_base"),
+        (integer(1), "batch.max_tokens batch.global_batch_size train_iters checkpoint.save_interval"),
+        (integer(1), "validation.eval_interval"),
+        (optional(integer(1)), "model.num_query_groups model.ffn_hidden_size head_chunk_rows checkpoint.keep_last"),
+        (optional(integer(1)), "distributed_timeout_minutes"),
+        (
+            one,
+            "parallel.tensor_model_parallel_size parallel.pipeline_model_parallel_size parallel.context_parallel_size",
+        ),
+        (lambda value: value is False, "parallel.sequence_parallel"),
+        (lambda value: integer(0)(value) and value == 0, "optimizer.lr_warmup_steps"),
+        (lambda value: value is None or value == [], "batch.length_buckets"),
+        (lambda value: is_finite(value) and 0 < value <= 1, "model.rotary_percent"),
+        (lambda value: is_finite(value) and 0 <= value <= 1e-2, "optimizer.min_lr"),
+        (lambda value: is_finite(value) and 0 <= value < 1, "optimizer.adam_beta1 optimizer.adam_beta2"),
+        (lambda value: value is None or (is_finite(value) and 0 <= value < 1), "optimizer.lr_warmup_fraction"),
+        (lambda value: is_finite(value) and value >= 0, "optimizer.weight_decay optimizer.clip_grad"),
+        (positive, "model.rope_scaling_factor optimizer.lr"),
+        (optional(positive), "verify.tolerance"),
+        (optional(lambda value: isinstance(value, str) and value != ""), "checkpoint.save"),
+        (optional(lambda value: isinstance(value, str)), "log.tensorboard"),
+    )
+    for key in keys.split()
 }

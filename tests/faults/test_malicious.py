@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from fault_cases import ACCEPTED, REFUSED, Case, Runner, Table
+from fault_cases import ACCEPTED, REFUSED, Case, Runner, Table, make_case
 from fault_inputs import RECIPE, ROWS, lines, recipe_bytes
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
@@ -146,42 +146,24 @@ def attack_checkpoint(attack: Callable[[Path, Path], None], marker: Path, work: 
 
 
 def checkpoints(marker: Path) -> Iterator[Case]:
+    def make(name: str, arguments: Any, names: Any = (), prepare: Any = copies, **more: Any) -> Case:
+        return make_case("checkpoints", name, arguments, names, base="checkpoint", prepare=prepare, **more)
+
     for door, arguments in DOORS.items():
         for attack in ATTACKS:
-            yield Case(
-                name=f"{attack.__name__}, {door}",
-                reader="checkpoints",
-                arguments=arguments,
-                base="checkpoint",
-                prepare=partial(attack_checkpoint, attack, marker),
-                is_valid=False,
-                names=("iter_0000001",),
+            yield make(
+                f"{attack.__name__}, {door}", arguments, ("iter_0000001",), partial(attack_checkpoint, attack, marker)
             )
-        for name, content in {
-            "checksums.json": pickle.dumps(Payload(marker)),
-            "metadata.json": pickle.dumps(Payload(marker)),
-            "../latest_checkpointed_iteration.txt": pickle.dumps(Payload(marker)),
-        }.items():
-            yield Case(
-                name=f"a pickle as {name}, {door}",
-                reader="checkpoints",
-                arguments=arguments,
-                base="checkpoint",
-                files={f"{FOLDER}/{name}": content},
-                prepare=copies,
-                is_valid=False,
-                names=("runs",),
-            )
+        for name in ("checksums.json", "metadata.json", "../latest_checkpointed_iteration.txt"):
+            files = {f"{FOLDER}/{name}": pickle.dumps(Payload(marker))}
+            yield make(f"a pickle as {name}, {door}", arguments, ("runs",), files=files)
         for number, text in enumerate(yaml_payloads(marker)):
-            yield Case(
-                name=f"recipe.yaml next to a checkpoint, {number}, {door}",
-                reader="checkpoints",
-                arguments=arguments,
-                base="checkpoint",
-                files={f"{FOLDER}/recipe.yaml": f"seed: {text}\n".encode()},
-                prepare=copies,
-                is_valid=True,  # it is only informative, and an unreadable one is ignored
+            # It is only informative, and an unreadable one is ignored.
+            name, files = (
+                f"recipe.yaml next to a checkpoint, {number}, {door}",
+                {f"{FOLDER}/recipe.yaml": f"seed: {text}\n".encode()},
             )
+            yield make(name, arguments, files=files, is_valid=True)
 
 
 def yaml_payloads(marker: Path) -> list[str]:
@@ -208,23 +190,13 @@ def recipes(marker: Path) -> Iterator[Case]:
             ("inspect", "data.jsonl", "--model", "recipe.yaml"),
             ("train", "good.yaml", *DISTILL, "objective.teacher_recipe=recipe.yaml"),
         ):
-            yield Case(
-                name=f"recipe {number}, {' '.join(arguments[:2])}",
-                reader="recipes",
-                arguments=arguments,
-                base="plain",
-                files={"recipe.yaml": recipe, "good.yaml": recipe_bytes(RECIPE)},
-                is_valid=False,
-                names=("recipe.yaml",),
+            name, files = (
+                f"recipe {number}, {' '.join(arguments[:2])}",
+                {"recipe.yaml": recipe, "good.yaml": recipe_bytes(RECIPE)},
             )
-        yield Case(
-            name=f"override {number}",
-            reader="recipes",
-            arguments=("train", "recipe.yaml", f"seed={text}"),
-            base="plain",
-            is_valid=False,
-            names=("seed",),
-        )
+            yield make_case("recipes", name, arguments, ("recipe.yaml",), base="plain", files=files)
+        command = ("train", "recipe.yaml", f"seed={text}")
+        yield make_case("recipes", f"override {number}", command, ("seed",), base="plain")
 
 
 CHAT = ("inspect", "chat.jsonl", "--tokenizer", "tok")
@@ -255,9 +227,7 @@ def tokenizers(marker: Path) -> Iterator[Case]:
     modules = {f"tok/{name}.py": module for name in ("evil", "__init__", "tokenization_evil", "setup", "conftest")}
     files: dict[str, dict[str, bytes | None]] = {
         "auto_map of the tokenizer": {"tok/tokenizer_config.json": json.dumps(auto).encode()},
-        "auto_map with a class": {
-            "tok/tokenizer_config.json": json.dumps({**auto, "tokenizer_class": "Evil"}).encode()
-        },
+        "auto_map with a class": {"tok/tokenizer_config.json": json.dumps(auto | {"tokenizer_class": "Evil"}).encode()},
         "auto_map of the model": {"tok/config.json": json.dumps(auto_config).encode()},
         "auto_map alone": {
             "tok/config.json": json.dumps(auto_config).encode(),
@@ -279,26 +249,14 @@ def tokenizers(marker: Path) -> Iterator[Case]:
         "weights": {"tok/pytorch_model.bin": torch_bytes(Payload(marker))},
     }
     for name, changed in files.items():
-        yield Case(
-            name=name,
-            reader="tokenizer folders",
-            arguments=CHAT,
-            base="tokenizer",
-            files={**modules, **changed},
-            is_valid=True,
-        )
+        files_of = {**modules, **changed}
+        yield make_case("tokenizer folders", name, CHAT, base="tokenizer", files=files_of, is_valid=True)
     command = repr(f"touch {marker}")
     for number, escape in enumerate(ESCAPES):
         template = escape.replace("CMD", command)
         for place in ("tok/chat_template.jinja", "tok/additional_chat_templates/tool_use.jinja"):
-            yield Case(
-                name=f"template {number}, {place}",
-                reader="chat templates",
-                arguments=CHAT,
-                base="tokenizer",
-                files={place: template.encode()},
-                is_valid=True,
-            )
+            name, changed = f"template {number}, {place}", {place: template.encode()}
+            yield make_case("chat templates", name, CHAT, base="tokenizer", files=changed, is_valid=True)
 
 
 def data(marker: Path) -> Iterator[Case]:
@@ -324,13 +282,8 @@ def data(marker: Path) -> Iterator[Case]:
             else:
                 with pa.ipc.new_file(sink, table.schema) as writer:
                     writer.write_table(table)
-            yield Case(
-                name=f"{name}, {suffix}",
-                reader="data",
-                arguments=("inspect", f"data{suffix}"),
-                files={f"data{suffix}": sink.getvalue()},
-                is_valid=True,
-            )
+            file, content = f"data{suffix}", sink.getvalue()
+            yield make_case("data", f"{name}, {suffix}", ("inspect", file), files={file: content}, is_valid=True)
     text = base64.b64encode(payload).decode()
     for name, row in {
         "a teacher of text": {"teacher": text},
@@ -339,23 +292,12 @@ def data(marker: Path) -> Iterator[Case]:
         "token ids of text": {"teacher": {"token_ids": text, "logprobs": text}},
         "a class": {"__class__": "os.system", "__reduce__": [f"touch {marker}"]},
     }.items():
-        yield Case(
-            name=f"{name}, JSON Lines",
-            reader="data",
-            arguments=("inspect", "data.jsonl"),
-            files={"data.jsonl": lines([{**ROWS[1], **row}])},
-            is_valid=True,
-        )
+        command, files = ("inspect", "data.jsonl"), {"data.jsonl": lines([{**ROWS[1], **row}])}
+        yield make_case("data", f"{name}, JSON Lines", command, files=files, is_valid=True)
     for suffix in (".jsonl", ".json", ".pkl", ".pt", ".npy", ".npz", ".parquet", ".arrow", ".jsonl.gz"):
         for kind, content in (("pickle", payload), ("torch", torch_bytes(Payload(marker)))):
-            yield Case(
-                name=f"{kind} named data{suffix}",
-                reader="data",
-                arguments=("inspect", f"data{suffix}"),
-                files={f"data{suffix}": content},
-                is_valid=False,
-                names=(f"data{suffix}",),
-            )
+            file = f"data{suffix}"
+            yield make_case("data", f"{kind} named {file}", ("inspect", file), (file,), files={file: content})
 
 
 def small_files(marker: Path) -> Iterator[Case]:
@@ -365,15 +307,9 @@ def small_files(marker: Path) -> Iterator[Case]:
         ("tags", json.dumps(tags).encode()),
         ("YAML", b"!!python/name:os.system"),
     ):
-        yield Case(
-            name=f"metrics file: {name}",
-            reader="metrics files",
-            arguments=("train", "recipe.yaml", "log.metrics=metrics.jsonl"),
-            base="metrics",
-            files={"metrics.jsonl": content + b"\n"},
-            is_valid=False,
-            names=("metrics.jsonl",),
-        )
+        file, command = "metrics.jsonl", ("train", "recipe.yaml", "log.metrics=metrics.jsonl")
+        files = {file: content + b"\n"}
+        yield make_case("metrics files", f"metrics file: {name}", command, (file,), base="metrics", files=files)
 
 
 def some_checkpoints(marker: Path) -> Iterator[Case]:
@@ -387,14 +323,7 @@ def some_checkpoints(marker: Path) -> Iterator[Case]:
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        some_checkpoints,
-        pytest.param(checkpoints, marks=pytest.mark.slow),
-        recipes,
-        tokenizers,
-        data,
-        small_files,
-    ],
+    [some_checkpoints, pytest.param(checkpoints, marks=pytest.mark.slow), recipes, tokenizers, data, small_files],
     ids=lambda kind: kind.__name__,
 )
 def test_malicious_files_run_nothing(kind: Callable[[Path], Iterator[Case]], runner: Runner, tmp_path: Path) -> None:

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from harness.oracles import worst
 from harness.seam_models import VOCAB
-from harness.seam_runs import assert_same_gradients, score_alone, sft_step, take_gradients
+from harness.seam_runs import sft_step, take_gradients
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.layout import Padding
 from mcore_prefix_tree.layout.tree_chunks import join_scores
@@ -98,19 +97,3 @@ def train(model: torch.nn.Module, batches: Sequence[MicroBatch]) -> dict[str, An
         "count": sum(int(tokens) for _, tokens, _ in steps),
         "grads": take_gradients(model),
     }
-
-
-def unfolded(model: torch.nn.Module, samples: Sequence[Sample]) -> dict[str, Any]:
-    loss = torch.zeros((), dtype=torch.float64)
-    for sample in samples:
-        logprob, _ = score_alone(model, sample)
-        loss = loss - (logprob * torch.tensor(sample.loss_mask[1:].tolist())).sum()
-    loss.backward()
-    count = sum(int(np.count_nonzero(sample.loss_mask[1:])) for sample in samples)
-    return {"loss": loss.detach(), "count": count, "grads": take_gradients(model)}
-
-
-def assert_equal(actual: dict[str, Any], expected: dict[str, Any], limit: float) -> None:
-    assert worst(actual["loss"], expected["loss"]) < limit
-    assert actual["count"] == expected["count"]
-    assert_same_gradients(actual["grads"], expected["grads"], limit)

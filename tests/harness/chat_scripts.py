@@ -16,13 +16,7 @@ Tools = Sequence[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Piece:
-    """Text of a conversation.
-
-    Attributes:
-        text: characters, possibly none.
-        turn: index of the assistant message that wrote it; None if the model was given it.
-        stop: whether it is the token that ended the turn.
-    """
+    """Text of a conversation, the index of the assistant message that wrote it, and whether it ended the turn."""
 
     text: str
     turn: int | None = None

@@ -15,10 +15,27 @@ from unittest import mock
 
 import numpy as np
 import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.post_training.modelopt.layers import Linear
+from megatron.core.transformer.moe import router
+from megatron.core.utils import get_model_config
 
+from harness.in_double import kept_double
+from harness.models import Trainer, build_chunks, tiny_gpt_config
 from harness.routes import replaying
+from harness.weights import local_parts
 from mcore_prefix_tree import Sample, fold
-from mcore_prefix_tree.layout import row_multiple
+from mcore_prefix_tree.cpu.specs import cpu_spec
+from mcore_prefix_tree.layout import Padding, row_multiple
+from mcore_prefix_tree.mcore import with_edge_head, with_prefix_tree
+from mcore_prefix_tree.mcore.engine.carried_trees import fold_carrying
+from mcore_prefix_tree.mcore.engine.folding import Folding
+from mcore_prefix_tree.mcore.engine.forward_step import forward_step
+from mcore_prefix_tree.mcore.outputs import Logprobs, WeightedSum
+from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.seam.multi_token import with_multi_token
+from mcore_prefix_tree.objectives import LossOutput, sft_loss
 from mcore_prefix_tree.plan import plan_step
 
 VOCAB = 128
@@ -75,24 +92,11 @@ class Job:
 
 def in_precision_of(job: Any) -> Any:
     """A context manager."""
-    from harness.in_double import kept_double
-
     return kept_double() if job.double else contextlib.nullcontext()
 
 
 def folded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tuple[float, list[Any], int]:
     """Every rank: the step's loss, its parts of the gradients after ``job.steps`` steps, and its micro-batches."""
-    from megatron.core import parallel_state
-
-    from harness.models import Trainer, tiny_gpt_config
-    from harness.weights import local_parts
-    from mcore_prefix_tree.layout import Padding
-    from mcore_prefix_tree.mcore import with_edge_head
-    from mcore_prefix_tree.mcore.engine.carried_trees import fold_carrying
-    from mcore_prefix_tree.mcore.engine.folding import Folding
-    from mcore_prefix_tree.mcore.engine.forward_step import forward_step
-    from mcore_prefix_tree.mcore.seam.multi_token import with_multi_token
-
     config = tiny_gpt_config(layout=layout, dtype=job.dtype, **dict(job.config))
     chunks = chunks_of(job, config, stock_spec if job.native else tree_spec, positions=job.positions)
     if job.way != "logits":
@@ -109,12 +113,10 @@ def folded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tuple[
     if plan.carrying is None:
         batches = [_micro_batch([samples[i] for i in indices], layout, job) for indices in plan.micro_batches[rank]]
     else:
-        folding = Folding(
-            max_tokens=job.max_tokens,
-            dp_size=1,
-            cost_model=None,
+        folding = folding_of(
+            layout,
+            job.max_tokens,
             depths=dict(job.config).get("mtp_num_layers", 0),
-            device=torch.device("cpu"),
             padding=Padding(multiple=_multiple(layout, job)),
             attention_backend=job.backend,
             only_supervised=job.way != "logits",
@@ -130,6 +132,18 @@ def folded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tuple[
     return step_loss(reported), parts, len(batches)
 
 
+def folding_of(layout: Any, max_tokens: int, **changes: Any) -> Folding:
+    """How a rank of the layout folds, as recipes find it."""
+    settings: dict[str, Any] = {
+        "dp_size": parallel_state.get_data_parallel_world_size(),
+        "cost_model": None,
+        "device": torch.device("cpu"),
+        "micro_batch_multiple": layout.pp if layout.vpp else 1,
+        "padding": Padding(multiple=layout.tp if layout.sequence_parallel else 1),
+    }
+    return Folding(max_tokens=max_tokens, **settings | changes)
+
+
 def _multiple(layout: Any, job: Job) -> int:
     """The divisor of padded sizes; as recipes find it."""
     given = dict(job.config)
@@ -138,21 +152,13 @@ def _multiple(layout: Any, job: Job) -> int:
 
 def _micro_batch(samples: Sequence[Sample], layout: Any, job: Job) -> Any:
     """Whole samples."""
-    from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
-
-    folded = fold(
-        samples,
-        pad_to_multiple_of=_multiple(layout, job),
-        depths=dict(job.config).get("mtp_num_layers", 0),
-    )
+    folded = fold(samples, pad_to_multiple_of=_multiple(layout, job), depths=dict(job.config).get("mtp_num_layers", 0))
     needed = None if job.way == "logits" else folded.loss_weight != 0
     return MicroBatch.from_layout(folded, attention_backend=job.backend, needed=needed)
 
 
 def supervised(way: str) -> Any:
     """The supervised loss from the last stage's output."""
-    from mcore_prefix_tree.mcore.outputs import Logprobs, WeightedSum
-    from mcore_prefix_tree.objectives import LossOutput, sft_loss
 
     class OfLogprobs(Logprobs):
         def read(self, output: torch.Tensor, batch: Any) -> Any:
@@ -163,18 +169,11 @@ def supervised(way: str) -> Any:
 
 def tree_spec(config: Any, vp_stage: int | None) -> Any:
     """The same block, tree-capable."""
-    from mcore_prefix_tree.mcore import with_prefix_tree
-
     return with_prefix_tree(stock_spec(config, vp_stage))
 
 
 def stock_spec(config: Any, vp_stage: int | None) -> Any:
     """Megatron's local block for this stage, with the parts that it lacks on a CPU."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-    from megatron.core.post_training.modelopt.layers import Linear
-
-    from mcore_prefix_tree.cpu.specs import cpu_spec
-
     plain = copy.copy(config)
     plain.experimental_attention_variant = None  # cpu_spec puts its layers in
     block = get_gpt_decoder_block_spec(
@@ -190,12 +189,9 @@ def stock_spec(config: Any, vp_stage: int | None) -> Any:
 
 def chunks_of(job: Any, config: Any, spec: Any, *, follows: bool = True, positions: str = "rope") -> list[Any]:
     """This rank's chunks of a job's GPT, from ``spec``, or of its HybridModel; a stock one is on one process."""
-    from harness.models import build_chunks
-
     pattern = job.pattern
     if pattern is not None:
         from mcore_prefix_tree.cpu.hybrid import hybrid_stack
-        from mcore_prefix_tree.mcore import with_prefix_tree
 
         spec = with_prefix_tree(hybrid_stack) if follows else hybrid_stack
         pattern = pattern if follows else pattern.replace("|", "")
@@ -211,8 +207,6 @@ def chunks_of(job: Any, config: Any, spec: Any, *, follows: bool = True, positio
 
 def step_loss(reported: Sequence[dict[str, torch.Tensor]]) -> float:
     """Mean over the scored tokens of all ranks."""
-    from megatron.core import parallel_state
-
     total = torch.zeros(2, dtype=torch.float64)
     if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         total[0] = sum(float(entry["loss_sum"]) for entry in reported)
@@ -245,8 +239,6 @@ def counting_exactly() -> Iterator[None]:
 
     Upstream counts those after the sum over ranks has overwritten them, and divides in fp32.
     """
-    from megatron.core.transformer.moe import router
-
     count = router.get_tokens_per_expert_and_token_count
 
     def exact(*, routing_map: torch.Tensor, topk: int, **settings: Any) -> tuple[torch.Tensor, ...]:
@@ -260,11 +252,6 @@ def counting_exactly() -> Iterator[None]:
 
 def packed_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tuple[float, list[Any]]:
     """Every rank: as :func:`unfolded_gradients`, with the micro-batches of the folded job, each in one row."""
-    from megatron.core import parallel_state
-
-    from harness.models import Trainer, tiny_gpt_config
-    from harness.weights import local_parts
-
     config = tiny_gpt_config(layout=layout, dtype=job.dtype, **dict(job.config))
     chunks = chunks_of(job, config, stock_spec, follows=False, positions=job.positions)
     trainer = Trainer.of(chunks, adam_eps=ADAM_EPS)
@@ -294,9 +281,6 @@ def unfolded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tupl
 
     With ``job.steps`` the weights after as many AdamW steps on those gradients.
     """
-    from harness.models import Trainer, tiny_gpt_config
-    from harness.weights import local_parts
-
     config = tiny_gpt_config(layout=layout, dtype=job.dtype, **dict(job.config))
     chunks = chunks_of(job, config, stock_spec, follows=False)
     trainer = Trainer.of(chunks, adam_eps=ADAM_EPS)
@@ -309,8 +293,6 @@ def unfolded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tupl
 
 
 def _stock_step(data_iterator: Any, model: Any) -> Any:
-    from megatron.core.utils import get_model_config
-
     sample: Sample = next(data_iterator)
     config, length = get_model_config(model), len(sample)
     padding = -length % row_multiple(1, config.fp8, config.fp8_recipe)

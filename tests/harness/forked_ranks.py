@@ -35,24 +35,11 @@ def launch(
     alone_is_rank: bool = False,
     one_stream: bool = False,
 ) -> tuple[int, str, str]:
-    """Run ``python ARGUMENTS`` on every rank.
+    """Run ``python ARGUMENTS`` on every rank; return the status of the rank that failed first, and all ranks' output.
 
-    Args:
-        ranks: processes.
-        arguments: ``-m MODULE ...`` or ``FILE ...``.
-        environment: of every rank; has ``OMP_NUM_THREADS``.
-        timeout_s: for all of it.
-        stdin: input of the first rank; the others read nothing.
-        imports: modules that ranks find imported.
-        path: folders that are first to be searched for modules.
-        alone_is_rank: a single process gets the variables of a rank, as under torchrun.
-        one_stream: standard error goes where standard output goes.
-
-    Returns:
-        The exit status of the rank that failed first, or 0; standard output and standard error of all ranks.
-
-    Raises:
-        TimeoutError: a rank did not end; all are killed.
+    ``environment`` has ``OMP_NUM_THREADS``; only the first rank reads ``stdin``; ranks find ``imports`` imported and
+    search ``path`` first. With ``alone_is_rank`` a single process gets a rank's variables, as under torchrun.
+    Raises TimeoutError if a rank did not end; all are killed.
     """
     # The ranks' rendezvous; torchrun has a separate one too.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -43,10 +43,7 @@ def every_way(
 ) -> list[Any]:
     """Return ``size``, ``layout`` and case for each layout of ``ci`` and each case.
 
-    Args:
-        cases: by name.
-        quick: for a layout, the cases that run by default.
-        ci: for a layout, the cases that CI adds; all others are slow.
+    For a layout, the cases of ``quick`` run by default, CI adds those of ``ci``, and all others are slow.
     """
     return [
         pytest.param(

@@ -25,16 +25,9 @@ PATIENCE_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A command line, as every rank runs it.
+    """A command line, as every rank runs it; the first rank reads the file ``stdin``, the others nothing.
 
-    Attributes:
-        arguments: ``-m MODULE ...`` or ``FILE ...``.
-        variables: environment of each rank; has ``OMP_NUM_THREADS``.
-        folder: to run in.
-        stdin: file that the first rank reads; the others read nothing.
-        out: file that standard output is added to.
-        err: the same, of standard error; may be ``out``.
-        timeout_s: for all of it.
+    ``out`` and ``err`` are files that output is added to, perhaps the same. ``variables`` has ``OMP_NUM_THREADS``.
     """
 
     arguments: list[str]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -20,27 +20,17 @@ from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.objectives import LossOutput, sft_loss
 from mcore_prefix_tree.sample import Tempered
 
-ENTROPY_WEIGHT = 0.1
 SAMPLES = branching_samples()
 
 
 def folded_batch(backend: str = "path") -> MicroBatch:
-    unpadded = fold(SAMPLES).physical_tokens
-    return MicroBatch.from_layout(fold(SAMPLES, padded_size=unpadded + 3), attention_backend=backend)
+    return batch_of(SAMPLES, backend=backend)
 
 
-@dataclasses.dataclass
-class Outcome:
-    """Results of a full step: rows by sample, the loss with its entropy term, gradients by parameter name."""
-
-    logprob: list[torch.Tensor]
-    entropy: list[torch.Tensor]
-    loss: torch.Tensor
-    grads: dict[str, torch.Tensor | None]
-
-
-def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor | None]:
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
+def batch_of(samples: list[Sample] = SAMPLES, *, only_supervised: bool = False, backend: str = "path") -> MicroBatch:
+    layout = fold(samples, padded_size=fold(samples).physical_tokens + 3)
+    needed = layout.edge_weight != 0 if only_supervised else None
+    return MicroBatch.from_layout(layout, needed=needed, attention_backend=backend)
 
 
 def score_alone(model: torch.nn.Module, sample: Sample) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,45 +42,79 @@ def score_alone(model: torch.nn.Module, sample: Sample) -> tuple[torch.Tensor, t
     return rows[:-1].gather(1, ids[0, 1:, None])[:, 0], entropy
 
 
-def unfolded(model: torch.nn.Module, *, entropy_weight: float = ENTROPY_WEIGHT) -> Outcome:
-    logprobs, entropies = [], []
-    loss = torch.zeros((), dtype=torch.float64)
-    for sample in SAMPLES:
+def unfolded(
+    model: torch.nn.Module, samples: Sequence[Sample] = SAMPLES, *, entropy_weight: float = 0.0
+) -> dict[str, Any]:
+    """Each sample by itself through a stock model: rows, loss, scored tokens, and gradients by name."""
+    logprobs, entropies, loss, count = [], [], torch.zeros((), dtype=torch.float64), 0
+    for sample in samples:
         logprob, entropy = score_alone(model, sample)
         mask = torch.tensor(sample.loss_mask[1:].tolist())
-        loss = loss - (logprob * mask).sum() + entropy_weight * entropy.sum()
+        loss = loss - (logprob * mask).sum() + entropy_weight * entropy[:-1].sum()
         logprobs.append(logprob.detach())
         entropies.append(entropy.detach())
+        count += int(mask.count_nonzero())
     loss.backward()
-    return Outcome(logprob=logprobs, entropy=entropies, loss=loss.detach(), grads=gradients(model))
+    grads = take_gradients(model)
+    return {"logprob": logprobs, "entropy": entropies, "loss": loss.detach(), "count": count, "grads": grads}
 
 
-def folded(model: torch.nn.Module, batch: MicroBatch) -> Outcome:
-    logprob, entropy = Logprobs(entropy=True, fused=False).read(tree_forward(model, batch), batch)
+def folded(
+    model: torch.nn.Module, batch: MicroBatch, *, fused: bool = False, entropy_weight: float = 0.1
+) -> dict[str, Any]:
+    """The same from a folded micro-batch, through logits or the fused head."""
+    readout = Logprobs(entropy=True, fused=fused)
+    logprob, entropy = readout.read(tree_forward(model, batch, readout), batch)
     assert entropy is not None
     rows = restore(entropy, batch.layout)
-    loss = sft_loss(logprob, batch.loss_weight) + ENTROPY_WEIGHT * sum(row.sum() for row in rows)
+    loss = sft_loss(logprob, batch.loss_weight) + entropy_weight * sum(row[:-1].sum() for row in rows)
     loss.backward()
-    return Outcome(
-        logprob=[row[1:].detach() for row in restore(logprob, batch.layout)],
-        entropy=[row.detach() for row in rows],
-        loss=loss.detach(),
-        grads=gradients(model),
-    )
+    return {
+        "logprob": [row[1:].detach() for row in restore(logprob, batch.layout)],
+        "entropy": [row[: -1 if fused else None].detach() for row in rows],  # a head gives none that is not read
+        "loss": loss.detach(),
+        "grads": take_gradients(model),
+    }
 
 
-def assert_equal(actual: Outcome, expected: Outcome, *, limit: float) -> None:
-    for index, sample in enumerate(SAMPLES):
-        assert worst(actual.logprob[index], expected.logprob[index]) < limit, (index, len(sample))
-        assert worst(actual.entropy[index], expected.entropy[index]) < limit, (index, len(sample))
-    assert worst(actual.loss, expected.loss) < limit
-    assert actual.grads.keys() == expected.grads.keys()
-    for name, wanted in expected.grads.items():
-        grad = actual.grads[name]
-        assert wanted is not None, name
-        assert grad is not None, name
-        assert wanted.abs().max() > 0, name
-        error = worst(grad, wanted)
+def assert_equal(actual: dict[str, Any], expected: dict[str, Any], limit: float = 1e-12) -> None:
+    """Compare all that both have."""
+    for name in ("logprob", "entropy"):
+        for index, row in enumerate(actual.get(name, ())):
+            assert worst(row, expected[name][index][: len(row)]) < limit, (name, index, len(row))
+    assert worst(actual["loss"], expected["loss"]) < limit
+    assert actual.get("count", expected["count"]) == expected["count"]
+    assert_same_gradients(actual["grads"], expected["grads"], limit)
+
+
+def assert_folded_is_unfolded(
+    stock: Any, tree: Any, samples: list[Sample] = SAMPLES, *, backend: str = "path", limit: float = 1e-12
+) -> None:
+    """Compare log-probabilities, entropies, a loss of both, and every gradient."""
+    expected = unfolded(stock, samples, entropy_weight=0.1)
+    assert_equal(folded(tree, batch_of(samples, backend=backend)), expected, limit)
+
+
+def supervised(model: torch.nn.Module, batch: MicroBatch, readout: Readout[Any]) -> torch.Tensor:
+    """The loss that a readout gives."""
+    found = readout.read(tree_forward(model, batch, readout), batch)
+    return found.loss if isinstance(found, LossOutput) else sft_loss(found[0], batch.loss_weight)
+
+
+def take_gradients(model: torch.nn.Module) -> dict[str, Any]:
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = None
+    return grads
+
+
+def assert_same_gradients(actual: dict[str, Any], expected: dict[str, Any], limit: float) -> None:
+    assert actual.keys() == expected.keys()
+    for name, wanted in expected.items():
+        if wanted is None:  # of an indexer without a loss, or of a frozen weight
+            assert actual[name] is None, name
+            continue
+        error = worst(actual[name], wanted)
         assert error < limit, f"{name}: {error:.2e}"
 
 
@@ -167,10 +191,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "LayerNorm, biases, rope": (GPT2, {}),
     "softmax_scale": ({"softmax_scale": 0.11}, {}),
     "query-key layer scaling": ({"apply_query_key_layer_scaling": True, "attention_softmax_in_fp32": True}, {}),
-    "full recompute": (
-        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-        {},
-    ),
+    "full recompute": ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, {}),
     "full recompute by block": (
         {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
         {},
@@ -237,57 +258,3 @@ WARM = [
     Sample(tokens=s.tokens, loss_mask=s.loss_mask, merge_key=Tempered(temperature=0.6 + 0.2 * (i % 3), key=s.merge_key))
     for i, s in enumerate(SAMPLES)
 ]
-
-
-def batch_of(samples: list[Sample] = SAMPLES, *, only_supervised: bool = False) -> MicroBatch:
-    layout = fold(samples, padded_size=fold(samples).physical_tokens + 3)
-    needed = layout.edge_weight != 0 if only_supervised else None
-    return MicroBatch.from_layout(layout, needed=needed)
-
-
-def supervised(model: torch.nn.Module, batch: MicroBatch, readout: Readout[Any]) -> torch.Tensor:
-    """The loss that a readout gives."""
-    found = readout.read(tree_forward(model, batch, readout), batch)
-    return found.loss if isinstance(found, LossOutput) else sft_loss(found[0], batch.loss_weight)
-
-
-def unfolded_rows(model: torch.nn.Module, samples: list[Sample], *, entropy_weight: float = 0.0) -> dict[str, Any]:
-    """Each sample by itself through a stock model: rows, loss, and gradients by name."""
-    logprobs, entropies, loss = [], [], torch.zeros((), dtype=torch.float64)
-    for sample in samples:
-        logprob, entropy = score_alone(model, sample)
-        mask = torch.tensor(sample.loss_mask[1:].tolist())
-        loss = loss - (logprob * mask).sum() + entropy_weight * (entropy[:-1] * mask).sum()
-        logprobs.append(logprob.detach())
-        entropies.append(entropy[:-1].detach())
-    loss.backward()
-    return {"logprob": logprobs, "entropy": entropies, "loss": loss.detach(), "grads": take_gradients(model)}
-
-
-def take_gradients(model: torch.nn.Module) -> dict[str, Any]:
-    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
-    for parameter in model.parameters():
-        parameter.grad = None
-    return grads
-
-
-def assert_same_gradients(actual: dict[str, Any], expected: dict[str, Any], limit: float) -> None:
-    assert actual.keys() == expected.keys()
-    for name, wanted in expected.items():
-        if wanted is None:  # of an indexer without a loss
-            assert ".indexer." in name, name
-            assert actual[name] is None, name
-            continue
-        error = worst(actual[name], wanted)
-        assert error < limit, f"{name}: {error:.2e}"
-
-
-def assert_folded_is_unfolded(stock: Any, tree: Any, samples: list[Sample], *, limit: float = 1e-12) -> None:
-    expected, batch = unfolded_rows(stock, samples), batch_of(samples)
-    found, _ = Logprobs(fused=False).read(tree_forward(tree, batch), batch)
-    for row, wanted in zip(restore(found, batch.layout), expected["logprob"], strict=True):
-        assert worst(row[1:].detach(), wanted) < limit
-    loss = supervised(tree, batch, WeightedSum(fused=False))
-    loss.backward()
-    assert worst(loss.detach(), expected["loss"]) < limit
-    assert_same_gradients(take_gradients(tree), expected["grads"], limit)

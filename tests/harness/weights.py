@@ -28,12 +28,8 @@ U64 = npt.NDArray[np.uint64]
 class Piece:
     """A part of a parameter-shaped tensor: its place in the full tensor, and its values.
 
-    Attributes:
-        name: the parameter's key in a checkpoint: layers are counted over the full model, and norms may be named as
-            TransformerEngine's fused layers name them (``linear_qkv.layer_norm_weight``).
-        shape: of the full tensor.
-        offset: of this part's first entry in the full tensor.
-        data: the part.
+    ``name`` is the parameter's key in a checkpoint: layers are counted over the full model, and norms may be named as
+    TransformerEngine's fused layers name them (``linear_qkv.layer_norm_weight``).
     """
 
     name: str
@@ -80,11 +76,7 @@ def _owned_pieces(chunks: Sequence[torch.nn.Module]) -> list[tuple[Piece, torch.
 
 
 def pieces(chunks: Sequence[torch.nn.Module]) -> list[Piece]:
-    """Return the parameters of this rank's model chunks; each ``data`` is a view, writing to it changes the parameter.
-
-    Args:
-        chunks: GPT models, bare or wrapped in DistributedDataParallel.
-    """
+    """Return the parameters of this rank's model chunks; each ``data`` is a view of the parameter."""
     return [piece for piece, _ in _owned_pieces(chunks)]
 
 
@@ -97,17 +89,7 @@ def _mix(x: U64) -> U64:
 
 
 def uniform(name: str, shape: Sequence[int], offset: Sequence[int], *, seed: int) -> torch.Tensor:
-    """Return values in [-1, 1) that depend on the seed, the name and each entry's global index only.
-
-    Args:
-        name: of the full tensor.
-        shape: of the part to make.
-        offset: of the part's first entry in the full tensor, one per dimension.
-        seed: another seed, other values.
-
-    Returns:
-        float64 ``[*shape]``.
-    """
+    """Return float64 in [-1, 1) that depends on the seed, the name and each entry's global index only."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     state: U64 = np.full((1,) * len(shape), int.from_bytes(digest[:8], "little"), dtype=np.uint64)
     golden = np.uint64(0x9E3779B97F4A7C15)
@@ -135,12 +117,7 @@ def fill(chunks: Sequence[torch.nn.Module], *, seed: int = 0, std: float = 0.05)
 
 
 def local_parts(chunks: Sequence[torch.nn.Module], values_of: Callable[[Any], torch.Tensor]) -> list[Piece]:
-    """Return this rank's parts of a parameter-shaped quantity, for example the gradients, ready to send and assemble.
-
-    Args:
-        chunks: GPT models, bare or wrapped in DistributedDataParallel.
-        values_of: maps a parameter to a tensor of its shape, for example ``lambda p: p.main_grad``.
-    """
+    """Return this rank's parts of a parameter-shaped quantity, for example gradients, ready to send and assemble."""
     parts = []
     for piece, owner in _owned_pieces(chunks):
         values = values_of(owner).detach()

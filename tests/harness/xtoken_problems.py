@@ -39,17 +39,7 @@ HIDDEN = 6
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Problem:
-    """All inputs of a loss, unsplit.
-
-    Attributes:
-        student: hidden states ``[R_s, h]`` and weight ``[V_s, h]``.
-        teacher: hidden states ``[R_t, h]`` and weight ``[V_t, h]``.
-        w: ``[V_s, V_t]``.
-        student_bytes: of each token.
-        teacher_bytes: of each token.
-        chunks: in any order.
-        weight: ``[C]``.
-    """
+    """All inputs of a loss, unsplit: hidden states ``[R, h]`` and weight ``[V, h]`` of both, chunks in any order."""
 
     student: tuple[torch.Tensor, torch.Tensor]
     teacher: tuple[torch.Tensor, torch.Tensor]
@@ -166,14 +156,7 @@ def reference_terms(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Found:
-    """The product's results on one rank.
-
-    Attributes:
-        terms: ``[C]``, in the order of the problem's chunks.
-        grad_hidden: ``[R_s, h]``, summed over ranks.
-        grad_weight: of this rank's columns.
-        padding: gradient of the padded columns.
-    """
+    """The product's results on one rank: terms ``[C]`` in the order of the chunks, gradients of its columns."""
 
     terms: torch.Tensor
     grad_hidden: torch.Tensor

@@ -43,11 +43,7 @@ DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 POINTERS = {"lse": "fp32", "delta": "fp32", "sinks": "bf16", "end": "i32", "position": "i32", "schedule": "i32"}
 SCALARS = {"scale": "fp32", "softmax_scale": "fp32"}
 KERNELS = ("forward", "row_sums", "key_value", "query")
-OPTIONS = {
-    "plain": {},
-    "window": {"window": 1000},
-    "all": {"window": 1000, "sinks": torch.zeros(32)},
-}
+OPTIONS = {"plain": {}, "window": {"window": 1000}, "all": {"window": 1000, "sinks": torch.zeros(32)}}
 
 
 @dataclass(frozen=True, kw_only=True)

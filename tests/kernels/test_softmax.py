@@ -71,9 +71,7 @@ class Case:
         here = torch.ones_like(self.row, dtype=torch.bool) if own is None else (self.column // own) * own == start
         width = own or self.logits.shape[1]
         edges = EdgeGrads(
-            row=self.row,
-            column=(self.column - start).clamp(0, width - 1),
-            grad=torch.where(here, self.grad, 0),
+            row=self.row, column=(self.column - start).clamp(0, width - 1), grad=torch.where(here, self.grad, 0)
         )
         per_row = torch.zeros(ROWS, device=DEVICE).index_add_(0, self.row, self.grad)
         return LogitGrads(

@@ -119,12 +119,7 @@ def test_a_group_divided_among_programs(splits, key_heads, monkeypatch):
     monkeypatch.setattr(kernel_calls, "processors", lambda device: splits * key_heads * key_blocks)
     monkeypatch.setattr(kernel_calls, "_partial_sums", lambda *given: programs.append(given[1]) or partial_sums(*given))
     assert_is_reference(
-        metadata,
-        heads=6 * key_heads,
-        key_heads=key_heads,
-        dim=24,
-        configs=small_configs(),
-        seed=splits,
+        metadata, heads=6 * key_heads, key_heads=key_heads, dim=24, configs=small_configs(), seed=splits
     )
     assert set(programs) == {splits}
 

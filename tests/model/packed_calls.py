@@ -172,9 +172,5 @@ MODELS: dict[str, dict[str, Any]] = {
         "v_head_dim": 6,
     },
     "window": {"window_size": (3, 0)},
-    "recomputed": {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    },
+    "recomputed": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }

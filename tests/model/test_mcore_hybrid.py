@@ -1,32 +1,14 @@
-"""Hybrid models: folded is unfolded, through the fused head too, and layers that cannot follow a tree are refused."""
+"""Hybrid models: the fused head, and layers that cannot follow a tree."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-import torch
 from harness.marks import quick
 from harness.oracles import worst
 from harness.seam_models import VOCAB, hybrid, hybrid_twins, tiny_config
-from harness.seam_runs import (
-    FP32_INSIDE,
-    LATENT,
-    LATENT_YARN,
-    MOE,
-    SAMPLES,
-    WARM,
-    YARN,
-    assert_equal,
-    assert_same_gradients,
-    batch_of,
-    folded,
-    folded_batch,
-    supervised,
-    take_gradients,
-    unfolded,
-    unfolded_rows,
-)
+from harness.seam_runs import WARM, assert_same_gradients, batch_of, supervised, take_gradients, unfolded
 
 from mcore_prefix_tree.mcore import with_edge_head, with_prefix_tree
 from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
@@ -48,68 +30,11 @@ from mcore_prefix_tree.cpu.hybrid import hybrid_stack
 pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
 
 
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-WITH_BIASES = {
-    "moe_router_score_function": "sigmoid",
-    "moe_router_enable_expert_bias": True,
-    "moe_router_bias_update_rate": 0.0,
-}
-
-BALANCED = WITH_BIASES | {
-    "moe_router_bias_update_rate": 1e-3,
-    "moe_router_load_balancing_type": "seq_aux_loss",
-    "moe_aux_loss_coeff": 0.05,
-    "moe_z_loss_coeff": 0.01,
-}
-
-# name: (pattern, fields of the config, arguments of HybridModel)
-VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "attention, MLP": ("*-*-", {}, {}),
-    "experts": ("*E*E", MOE, {}),
-    "experts and MLPs, biases of experts": ("*-*E", MOE | WITH_BIASES, {}),
-    "balanced experts": ("*E*E", MOE | BALANCED, {}),
-    "full recompute, balanced experts": ("E*E-", FULL | MOE | BALANCED, {}),
-    "latent attention": ("+-+-", LATENT, {}),
-    "latent attention, yarn, experts": ("+-+E", LATENT_YARN | MOE, {}),
-    "attention twice, ends in attention": ("-**", {}, {}),
-    "no positions": ("*-*-", {}, {"position_embedding_type": "none"}),
-    "learned positions, tied": (
-        "*-",
-        {},
-        {"position_embedding_type": "learned_absolute", "share_embeddings_and_output_weights": True},
-    ),
-    "yarn": ("*-", YARN, {"position_embedding_type": "yarn"}),
-    "full recompute": ("*-*-", FULL, {}),
-    "full recompute, experts": ("*E*E", FULL | MOE, {}),
-    "selective recompute": ("*-*-", SELECTIVE, {}),
-}
-QUICK = ("attention, MLP", "experts", "balanced experts", "latent attention, yarn, experts", "full recompute")
-
-
-@pytest.mark.parametrize("name", quick(*QUICK, of=VARIANTS))
-def test_folded_is_unfolded(name: str) -> None:
-    pattern, settings, model = VARIANTS[name]
-    if not set(pattern) <= Symbols.VALID_LAYERS:
-        pytest.skip("latent attention in a pattern came with megatron-core 0.19")
-    stock, tree = hybrid_twins(tiny_config(num_layers=len(pattern), **settings), pattern, **model)
-    assert_equal(folded(tree, folded_batch()), unfolded(stock), limit=FP32_INSIDE if "E" in pattern else 1e-12)
-
-
-@pytest.mark.ci
-def test_windows_are_of_the_layers_that_have_them() -> None:
-    """Layers are numbered over the full pattern, also those without attention."""
-    config = tiny_config(num_layers=4, window_size=(3, 0), window_attn_skip_freq=[1, 0, 0, 1])
-    stock, tree = hybrid_twins(config, "*-*-")
-    assert [layer.self_attention.core_attention.tree_window for layer in tree.decoder.layers[::2]] == [4, None]
-    assert_equal(folded(tree, folded_batch("reference")), unfolded(stock), limit=1e-12)
-
-
 @pytest.mark.parametrize("readout", [WeightedSum(), Logprobs(entropy=True)], ids=str)
 @pytest.mark.parametrize("tied", quick(True, of=[False, True]), ids=["tied", "untied"])
 def test_fused_head_takes_no_output_processor(readout: Any, tied: bool) -> None:
     stock, tree = hybrid_twins(tiny_config(num_layers=4), "*-*-", share_embeddings_and_output_weights=tied)
-    expected = unfolded_rows(stock, WARM)
+    expected = unfolded(stock, WARM)
     loss = supervised(with_edge_head(tree), batch_of(WARM, only_supervised=True), readout)
     loss.backward()
     assert worst(loss.detach(), expected["loss"]) < 1e-12
@@ -124,14 +49,6 @@ def test_fused_head_makes_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     tree_forward(model, batch, WeightedSum())
     (shape,) = seen
     assert shape[-1] < VOCAB
-
-
-def test_a_model_without_a_tree_is_upstreams() -> None:
-    stock, tree = hybrid_twins(tiny_config(num_layers=4), "*-*-")
-    ids = torch.tensor(SAMPLES[0].tokens.tolist()).unsqueeze(0)
-    positions = torch.arange(ids.shape[1]).unsqueeze(0)
-    assert torch.equal(tree(ids, positions, None), stock(ids, positions, None))
-    assert list(tree.state_dict()) == list(stock.state_dict())
 
 
 def test_the_table_knows_every_letter_of_upstream() -> None:

@@ -1,4 +1,4 @@
-"""Mamba-2 along a tree is the stock layer on each sample by itself, to fp64's last digits."""
+"""Mamba-2 along a tree; ``test_folded_is_unfolded.py`` holds it to the stock layer on each sample by itself."""
 
 from __future__ import annotations
 
@@ -11,25 +11,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness.in_double import kept_double
-from harness.marks import quick
 from harness.oracles import worst
-from harness.seam_models import DELTA_NET, MAMBA, RECOMPUTE, deep_samples, hybrid, hybrid_twins, tiny_config
-from harness.seam_runs import (
-    FP32_INSIDE,
-    MOE,
-    assert_folded_is_unfolded,
-    assert_same_gradients,
-    batch_of,
-    supervised,
-    take_gradients,
-)
+from harness.seam_models import MAMBA, deep_samples, hybrid, hybrid_twins, tiny_config, with_long_memory
+from harness.seam_runs import assert_folded_is_unfolded, batch_of
 
-from mcore_prefix_tree import Sample, fold
+from mcore_prefix_tree import fold
 from mcore_prefix_tree.cpu import state_space
 from mcore_prefix_tree.mcore import with_prefix_tree
 from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
-from mcore_prefix_tree.mcore.outputs import WeightedSum
-from mcore_prefix_tree.mcore.release import HAS_DELTA_NET, HAS_HYBRID_MODEL
+from mcore_prefix_tree.mcore.release import HAS_HYBRID_MODEL
 from mcore_prefix_tree.mcore.seam import mamba
 from mcore_prefix_tree.mcore.seam.levels import BranchPoints, Levels
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
@@ -44,20 +34,6 @@ from mcore_prefix_tree.cpu.hybrid import hybrid_stack
 
 pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
 
-# name: (pattern, fields of the config, tokens that the scan computes at once, seed of the forest)
-VARIANTS: dict[str, tuple[str, dict[str, Any], int, int]] = {
-    "with attention and MLPs": ("M-M*M", {}, 128, 0),
-    "only states": ("M", {}, 64, 1),
-    "small chunks": ("MM", {}, 4, 2),
-    "with experts": ("ME*E", MOE, 128, 3),
-    "full recompute": ("M*M-", RECOMPUTE["layers"], 128, 4),
-    "one group": ("M*", {"mamba_num_groups": 1}, 128, 5),
-    "as many groups as heads": ("M*", {"mamba_num_groups": 4}, 128, 6),
-    "as many heads as fit": ("M*", {"mamba_num_heads": None}, 128, 7),
-    "with Gated DeltaNet": ("MGM*-", DELTA_NET, 128, 8),
-    "deterministic": ("MM", {"deterministic_mode": True}, 128, 9),
-}
-
 
 @pytest.fixture(autouse=True)
 def in_double() -> Iterator[None]:
@@ -65,29 +41,12 @@ def in_double() -> Iterator[None]:
         yield
 
 
-def make_twins(pattern: str, *, chunk: int = 128, **settings: Any) -> tuple[Any, Any]:
-    """Two models whose decays are near one: states last for many tokens."""
-    stock, tree = hybrid_twins(tiny_config(**MAMBA | settings | {"num_layers": len(pattern)}), pattern)
-    for model in (stock, tree):
-        for name, parameter in model.named_parameters():
-            if name.endswith("A_log"):
-                parameter.data -= 3
-        for mixer in mixers(model):
-            mixer.chunk_size = chunk
-    return stock, tree
+def make_twins(pattern: str, **settings: Any) -> tuple[Any, Any]:
+    return with_long_memory(hybrid_twins(tiny_config(**MAMBA | settings | {"num_layers": len(pattern)}), pattern))
 
 
 def mixers(model: Any) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, mamba_mixer.MambaMixer)]
-
-
-@pytest.mark.parametrize("name", quick("with attention and MLPs", "small chunks", "full recompute", of=VARIANTS))
-def test_folded_is_unfolded(name: str) -> None:
-    pattern, settings, chunk, seed = VARIANTS[name]
-    if "G" in pattern and not HAS_DELTA_NET:
-        pytest.skip("Gated DeltaNet follows a tree since megatron-core 0.19")
-    limit = FP32_INSIDE if "E" in pattern else 1e-12
-    assert_folded_is_unfolded(*make_twins(pattern, chunk=chunk, **settings), deep_samples(seed), limit=limit)
 
 
 def with_mixer(**changes: Any) -> Any:
@@ -112,39 +71,6 @@ def test_other_mixers_are_refused() -> None:
     stock.decoder.layers[0].mixer = torch.nn.Linear(1, 1)
     with pytest.raises(NotImplementedError, match=r"support Linear as the mixer of a Mamba layer, in layer 1"):
         follow_trees(stock)
-
-
-def test_samples_that_share_nothing() -> None:
-    samples = [Sample(tokens=[first, 3, 4, 5], loss_mask=[1.0] * 4) for first in range(5)]
-    assert_folded_is_unfolded(*make_twins("M"), samples)
-
-
-def test_recurrence_of_thousands_of_tokens() -> None:
-    """Rounding grows with the length of a path."""
-    rng = torch.Generator().manual_seed(3)
-    stem, *leaves = (torch.randint(0, 61, (n,), generator=rng).tolist() for n in (4100, 70, 1, 200))
-    samples = [Sample(tokens=stem + leaf, loss_mask=[1.0] * len(stem + leaf)) for leaf in leaves]
-    assert_folded_is_unfolded(*make_twins("M"), samples, limit=1e-10)
-
-
-def test_layer_without_a_tree_is_upstreams() -> None:
-    stock, tree = make_twins("M-M")
-    ids = torch.tensor(deep_samples()[0].tokens.tolist()).unsqueeze(0)
-    positions = torch.arange(ids.shape[1]).unsqueeze(0)
-    assert torch.equal(tree(ids, positions, None), stock(ids, positions, None))
-    assert list(tree.state_dict()) == list(stock.state_dict())
-    assert {type(mixer).__name__ for mixer in mixers(tree)} == {"MambaMixer"}
-
-
-@pytest.mark.parametrize("padding", [0, 1, 70])
-def test_padding_changes_nothing(padding: int) -> None:
-    _, tree = make_twins("MM")
-    samples, found = deep_samples(12), []
-    for extra in (3, padding):
-        layout = fold(samples, padded_size=fold(samples).physical_tokens + extra)
-        supervised(tree, MicroBatch.from_layout(layout), WeightedSum(fused=False)).backward()
-        found.append(take_gradients(tree))
-    assert_same_gradients(*found, 1e-13)
 
 
 def test_runs_of_branch_points() -> None:
@@ -288,10 +214,3 @@ def test_more_than_one_row_is_refused() -> None:
     rows = torch.zeros(batch.layout.padded_size, 2, 32, dtype=torch.float64)
     with pytest.raises(ValueError, match="a folded micro-batch has batch size 1, not 2"):
         mixers(tree)[0](rows, packed_seq_params=batch.packed_seq_params)
-
-
-def test_a_built_layer_follows() -> None:
-    stock, tree = make_twins("M")
-    follow_trees(stock)
-    batch = batch_of(deep_samples())
-    assert torch.equal(tree_forward(stock, batch), tree_forward(tree, batch))

@@ -24,7 +24,16 @@ from harness.seam_models import (
     tiny_config,
     with_long_memory,
 )
-from harness.seam_runs import FP32_INSIDE, LATENT, MOE, SPARSE, WINDOWS_AND_SINKS, supervised, take_gradients
+from harness.seam_runs import (
+    FP32_INSIDE,
+    LATENT,
+    MOE,
+    SPARSE,
+    WINDOWS_AND_SINKS,
+    assert_same_gradients,
+    supervised,
+    take_gradients,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
@@ -45,23 +54,21 @@ pytestmark = [
     pytest.mark.skipif(not HAS_DEPTHS, reason=f"needs {NEEDS_DEPTHS}"),
 ]
 
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+FULL, TWO = RECOMPUTE["layers"], {"mtp_num_layers": 2}
+TIED = {"share_embeddings_and_output_weights": True}
 # name: (fields of the config, arguments of GPTModel)
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "one depth": ({"mtp_num_layers": 1}, {}),
     "two depths": ({"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.7}, {}),
-    "three depths, tied": ({"mtp_num_layers": 3}, {"share_embeddings_and_output_weights": True}),
+    "three depths, tied": ({"mtp_num_layers": 3}, TIED),
     "learned positions": ({"mtp_num_layers": 2}, {"position_embedding_type": "learned_absolute"}),
-    "full recompute": ({"mtp_num_layers": 2, **FULL}, {}),
+    "full recompute": (TWO | FULL, {}),
     "detached heads": ({"mtp_num_layers": 2, "mtp_detach_heads": True}, {}),
-    "detached heads, tied, full recompute": (
-        {"mtp_num_layers": 2, "mtp_detach_heads": True, **FULL},
-        {"share_embeddings_and_output_weights": True},
-    ),
+    "detached heads, tied, full recompute": (TWO | FULL | {"mtp_detach_heads": True}, TIED),
     "mup": ({"mtp_num_layers": 1, "use_mup": True, "mup_width_mult": 2.0}, {}),
-    "latent attention": ({"mtp_num_layers": 2, **LATENT}, {}),
-    "sparse attention": ({"mtp_num_layers": 2, **SPARSE}, {}),
-    "experts": ({"mtp_num_layers": 2, **MOE}, {}),
+    "latent attention": (TWO | LATENT, {}),
+    "sparse attention": (TWO | SPARSE, {}),
+    "experts": (TWO | MOE, {}),
 }
 
 
@@ -100,18 +107,6 @@ def tracked() -> dict[str, torch.Tensor]:
     return {name: MTPLossLoggingHelper.tracker[name].clone() for name in names}
 
 
-def assert_equal_gradients(tree: GPTModel, expected: dict[str, Any], limit: float) -> None:
-    found = take_gradients(tree)
-    assert found.keys() == expected.keys()
-    for name, wanted in expected.items():
-        if wanted is None:  # of an indexer without a loss
-            assert ".indexer." in name
-            assert found[name] is None
-            continue
-        assert wanted.abs().max() > 0, name
-        assert worst(found[name], wanted) < limit, f"{name}: {worst(found[name], wanted):.2e}"
-
-
 def assert_trains_as_apart(
     stock: Any, tree: Any, samples: list[Sample], *, depths: int, limit: float = 1e-12, **settings: Any
 ) -> None:
@@ -119,7 +114,7 @@ def assert_trains_as_apart(
     with kept_double():
         expected = run_separately(stock, samples)["grads"]
         supervised(tree, folded(samples, depths, **settings), WeightedSum()).backward()
-    assert_equal_gradients(tree, expected, limit)
+    assert_same_gradients(take_gradients(tree), expected, limit)
 
 
 @pytest.fixture(autouse=True)
@@ -142,11 +137,7 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "one depth": ("*-*-/*", {}, {}),
     "two depths of two layers": ("*-*/*-/*-", {"mtp_loss_scaling_factor": 0.7}, {}),
     "no attention": ("*-/-/-", {}, {"position_embedding_type": "none"}),
-    "tied, learned positions": (
-        "*-/*/*",
-        {},
-        {"share_embeddings_and_output_weights": True, "position_embedding_type": "learned_absolute"},
-    ),
+    "tied, learned positions": ("*-/*/*", {}, TIED | {"position_embedding_type": "learned_absolute"}),
     "detached heads, full recompute": ("*-/*-/*-", {"mtp_detach_heads": True, **FULL}, {}),
     "mup": ("*-/*", {"use_mup": True, "mup_width_mult": 2.0}, {}),
     "latent attention": ("+-/+-/+-", LATENT, {}),
@@ -243,26 +234,8 @@ def test_trees_in_chunks(name):
             batches = carried(samples, cuts, depths=depths, **options)
             for batch in batches:
                 supervised(tree, batch, WeightedSum()).backward()
-            assert_equal_gradients(tree, expected, 1e-12)
+            assert_same_gradients(take_gradients(tree), expected, 1e-12)
             assert batches[0].packed_seq_params.carry.store.num_bytes == 0
-
-
-def test_hybrid_model_without_a_tree_is_upstreams():
-    stock, tree = hybrid_mtp_twins("*-/*-/*-", {}, {})
-    samples = branching_samples()[:4]
-    expected, found = run_separately(stock, samples), run_separately(tree, samples)
-    for name, wanted in expected["grads"].items():
-        assert torch.equal(found["grads"][name], wanted), name
-
-
-def test_frozen_depths_of_a_hybrid_model_change_nothing():
-    stock, tree = hybrid_mtp_twins("*-/*-/*-", {"mtp_loss_scaling_factor": 0.0}, {})
-    with kept_double():
-        expected = run_separately(stock, branching_samples())["grads"]
-        supervised(tree, folded(branching_samples(), 0), WeightedSum()).backward()
-    found = take_gradients(tree)
-    assert {name.startswith("mtp.") for name, one in found.items() if one is None} == {True}
-    assert not [name for name, one in found.items() if one is not None and worst(one, expected[name]) > 1e-12]
 
 
 def test_hybrid_models_whose_depths_cannot_be_trained_are_refused():
@@ -274,14 +247,6 @@ def test_hybrid_models_whose_depths_cannot_be_trained_are_refused():
     for pattern in ("*-", "*-/*/*"):
         with pytest.raises(NotImplementedError, match="mtp_num_layers=1, but hybrid_layer_pattern="):
             check_model(hybrid(config, pattern))
-    _, tree = hybrid_mtp_twins("*-/*", {}, {})
-    batch = folded(branching_samples(), 1)
-    with pytest.raises(ValueError, match="labels must be None"):
-        tree(
-            batch.input_ids, batch.position_ids, None, labels=batch.input_ids, packed_seq_params=batch.packed_seq_params
-        )
-    with pytest.raises(ValueError, match="weights of 2 depths, but the model trains 1"):
-        supervised(tree, folded(branching_samples(), 2), WeightedSum())
 
 
 @pytest.mark.parametrize("backend", supporting(attention_case(tiny_config(), device=torch.device("cpu"))))
@@ -319,7 +284,7 @@ def test_model_with_stock_layers_gets_layers_of_a_tree():
     assert tree.state_dict().keys() == stock.state_dict().keys()
     for model in (tree, expected):
         supervised(model, folded(branching_samples(), 2), WeightedSum()).backward()
-    assert_equal_gradients(tree, take_gradients(expected), 1e-15)
+    assert_same_gradients(take_gradients(tree), take_gradients(expected), 1e-15)
 
 
 def test_each_sample_logs_what_upstream_logs():
@@ -338,8 +303,13 @@ def test_each_sample_logs_what_upstream_logs():
             assert torch.allclose(*rates, rtol=1e-6)
 
 
-def test_layout_without_the_weights_of_trained_depths_is_refused():
-    _, tree = mtp_twins(tiny_config(mtp_num_layers=2))
+@BOTH_KINDS
+def test_calls_that_do_not_fit_the_depths_are_refused(pattern):
+    _, tree = twins_of(pattern)
+    batch = folded(branching_samples(), 2)
+    given = {"labels": batch.input_ids, "packed_seq_params": batch.packed_seq_params}
+    with pytest.raises(ValueError, match="labels must be None"):
+        tree(batch.input_ids, batch.position_ids, None, **given)
     with pytest.raises(ValueError, match="weights of 1 depths, but the model trains 2"):
         supervised(tree, folded(branching_samples(), 1), WeightedSum())
     with torch.no_grad():
@@ -367,15 +337,6 @@ def test_models_whose_depths_cannot_be_trained_are_refused():
     tied.config.pipeline_model_parallel_size = 2
     with pytest.raises(NotImplementedError, match="tied embeddings and pipeline stages"):
         with_multi_token(tied)
-
-
-def test_labels_are_refused_with_a_tree():
-    _, tree = mtp_twins(tiny_config(mtp_num_layers=1))
-    batch = folded(branching_samples(), 1)
-    with pytest.raises(ValueError, match="labels must be None"):
-        tree(
-            batch.input_ids, batch.position_ids, None, labels=batch.input_ids, packed_seq_params=batch.packed_seq_params
-        )
 
 
 BIASED = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}

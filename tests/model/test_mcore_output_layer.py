@@ -13,13 +13,23 @@ from harness.kept_sets import with_sets
 from harness.marks import quick
 from harness.oracles import worst
 from harness.seam_models import VOCAB, tiny_config, twins
-from harness.seam_runs import SAMPLES, WARM, assert_same_gradients, batch_of, supervised, take_gradients, unfolded_rows
+from harness.seam_runs import (
+    SAMPLES,
+    WARM,
+    assert_equal,
+    assert_same_gradients,
+    batch_of,
+    folded,
+    supervised,
+    take_gradients,
+    unfolded,
+)
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.module import Float16Module
 
 from mcore_prefix_tree import Sample, Signals
-from mcore_prefix_tree.logprob import head_chunks, restore
+from mcore_prefix_tree.logprob import head_chunks
 from mcore_prefix_tree.mcore import with_edge_head
 from mcore_prefix_tree.mcore.engine.forward_step import forward_step, tree_forward, with_rows
 from mcore_prefix_tree.mcore.outputs import (
@@ -71,7 +81,7 @@ class SumOfSquares:
 @pytest.mark.parametrize("readout", SFT, ids=str)
 def test_supervised_training(readout: Readout[Any], only_supervised: bool, tied: bool, samples: list[Sample]) -> None:
     stock, tree = twins(tiny_config(), share_embeddings_and_output_weights=tied)
-    expected = unfolded_rows(stock, samples)
+    expected = unfolded(stock, samples)
     loss = supervised(with_edge_head(tree), batch_of(samples, only_supervised=only_supervised), readout)
     loss.backward()
     assert worst(loss.detach(), expected["loss"]) < 1e-12
@@ -82,19 +92,8 @@ def test_supervised_training(readout: Readout[Any], only_supervised: bool, tied:
 @pytest.mark.parametrize("fused", [False, True])
 def test_rows_and_the_gradient_of_entropies(fused: bool, samples: list[Sample]) -> None:
     stock, tree = twins(tiny_config())
-    expected = unfolded_rows(stock, samples, entropy_weight=0.1)
-    batch, readout = batch_of(samples), Logprobs(entropy=True, fused=fused)
-    logprob, entropy = readout.read(tree_forward(with_edge_head(tree), batch, readout), batch)
-    assert entropy is not None
-    loss = torch.zeros((), dtype=torch.float64)
-    rows = zip(restore(logprob, batch.layout), restore(entropy, batch.layout), strict=True)
-    for index, (sample, (scores, spread)) in enumerate(zip(samples, rows, strict=True)):
-        assert worst(scores[1:], expected["logprob"][index]) < 1e-12
-        assert worst(spread[:-1], expected["entropy"][index]) < 1e-12
-        mask = torch.tensor(sample.loss_mask[1:].tolist())
-        loss = loss - (scores[1:] * mask).sum() + 0.1 * (spread[:-1] * mask).sum()
-    loss.backward()
-    assert_same_gradients(take_gradients(tree), expected["grads"], 1e-12)
+    expected = unfolded(stock, samples, entropy_weight=0.1)
+    assert_equal(folded(with_edge_head(tree), batch_of(samples), fused=fused), expected)
 
 
 def test_an_entropy_that_the_loss_does_not_read_has_no_gradient() -> None:
@@ -293,7 +292,7 @@ def test_hooks_of_the_output_layer_run() -> None:
 def test_gradient_accumulation_fusion(readout: Any, tied: bool) -> None:
     """Its protocol, with DDP's own hooks and buffers: two micro-batches add up in main_grad, once each."""
     stock, tree = twins(tiny_config(), share_embeddings_and_output_weights=tied)
-    expected = unfolded_rows(stock, SAMPLES)["grads"]
+    expected = unfolded(stock, SAMPLES)["grads"]
     with_edge_head(tree)
     wrapped = DistributedDataParallel(tree.config, DistributedDataParallelConfig(), tree)
     wrapped.zero_grad_buffer()
@@ -319,7 +318,7 @@ def test_overlapped_gradient_reduction() -> None:
 
 def test_a_frozen_output_layer() -> None:
     stock, tree = twins(tiny_config())
-    expected = unfolded_rows(stock, SAMPLES)["grads"]
+    expected = unfolded(stock, SAMPLES)["grads"]
     tree.output_layer.weight.requires_grad_(False)
     for readout in FUSED:
         supervised(with_edge_head(tree), batch_of(), readout).backward()
@@ -381,7 +380,7 @@ def test_a_model_with_scaled_logits() -> None:
     if not hasattr(config, "use_mup"):
         pytest.skip("this megatron-core has no muP")
     stock, tree = twins(tiny_config(use_mup=True, mup_base_hidden_size=8))
-    expected = unfolded_rows(stock, SAMPLES)
+    expected = unfolded(stock, SAMPLES)
     for readout in SFT:
         loss = supervised(with_edge_head(tree), batch_of(), readout)
         loss.backward()

@@ -34,12 +34,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.layout import row_multiple
-from mcore_prefix_tree.mcore import (
-    TreePackedSeqParams,
-    local_layer_spec,
-    te_layer_spec,
-    with_prefix_tree,
-)
+from mcore_prefix_tree.mcore import TreePackedSeqParams, local_layer_spec, te_layer_spec, with_prefix_tree
 from mcore_prefix_tree.mcore.engine.forward_step import forward_step, tree_forward
 from mcore_prefix_tree.mcore.outputs import WeightedSum
 from mcore_prefix_tree.mcore.release import HAS_DEPTHS, HAS_HYBRID_MODEL, NEEDS_DEPTHS

@@ -1,4 +1,4 @@
-"""Folded is unfolded: a tree-capable model on one forest against the untouched stock model on unfolded samples."""
+"""The seam on one forest; ``test_folded_is_unfolded.py`` compares all kinds of models with the stock ones."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from harness.seam_runs import (
     SAMPLES,
     VARIANTS,
     WINDOWS_AND_SINKS,
-    assert_equal,
-    folded,
+    assert_folded_is_unfolded,
     folded_batch,
     sft_forward_step,
     unfolded,
@@ -27,7 +26,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 
 from mcore_prefix_tree import Sample, fold
-from mcore_prefix_tree.attention.api import check_case, supporting
+from mcore_prefix_tree.attention.api import check_case
 from mcore_prefix_tree.mcore.engine.backend import attention_case
 from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
 from mcore_prefix_tree.mcore.seam.layer_specs import stock_block_spec
@@ -52,40 +51,12 @@ def test_the_forest_branches_at_every_level():
     assert layout.fold_ratio > 2
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_folded_is_unfolded(name):
-    settings, model_settings = VARIANTS[name]
-    stock, tree = twins(tiny_config(**settings), **model_settings)
-    assert_equal(folded(tree, folded_batch()), unfolded(stock), limit=1e-12)
-
-
-# Those that can be held to the tolerance of fp64.
-EXACT = supporting(attention_case(tiny_config(), device=torch.device("cpu")))
-
-
-@pytest.mark.parametrize("backend", EXACT)
-@pytest.mark.parametrize("name", ["rope", "selective recompute"])
-def test_every_backend(name, backend):
-    stock, tree = twins(tiny_config(**VARIANTS[name][0]))
-    assert_equal(folded(tree, folded_batch(backend)), unfolded(stock), limit=1e-12)
-
-
-@pytest.mark.parametrize("name", WINDOWS_AND_SINKS)
-def test_windows_and_sinks(name):
-    """With the reference: the back-ends' options have separate tests. Sinks get gradients like any weight."""
-    config = tiny_config(**WINDOWS_AND_SINKS[name])
-    stock, tree = twins(config)
-    offsets = [parameter for parameter, _ in tree.named_parameters() if parameter.endswith("softmax_offset")]
-    assert len(offsets) == (LAYERS if config.softmax_type == "learnable" else 0)
-    assert_equal(folded(tree, folded_batch("reference")), unfolded(stock), limit=1e-12)
-
-
 @pytest.mark.parametrize("name", ["window", "learnable sinks", "off-by-one"])
 def test_windows_and_sinks_change_the_result(name):
     """Else the test above would hold for a back-end that ignored them."""
     with_them, _ = twins(tiny_config(**WINDOWS_AND_SINKS[name]))
     without, _ = twins(tiny_config())
-    assert worst(unfolded(with_them).loss, unfolded(without).loss) > 1e-5
+    assert worst(unfolded(with_them)["loss"], unfolded(without)["loss"]) > 1e-5
 
 
 @pytest.mark.parametrize("name", ["window", "learnable sinks"])
@@ -98,21 +69,9 @@ def test_backend_without_options_names_one_with_them(name):
         check_case("path", attention_case(config, device=torch.device("cpu")))
 
 
-def test_attention_output_gate():
-    stock, tree = twins(tiny_config(attention_output_gate=True))
-    assert_equal(folded(tree, folded_batch()), unfolded(stock), limit=FP32_INSIDE)
-
-
 def test_l2_norm_of_queries_and_keys():
     config = tiny_config(qk_l2_norm=True)
-    stock, tree = twins(config, local_spec(config, qk_l2_norm=True))
-    assert_equal(folded(tree, folded_batch()), unfolded(stock), limit=FP32_INSIDE)
-
-
-@pytest.mark.parametrize("recompute", [{}, {"recompute_granularity": "selective", "recompute_modules": ["moe"]}])
-def test_mixture_of_experts(recompute):
-    stock, tree = twins(tiny_config(**MOE, **recompute))
-    assert_equal(folded(tree, folded_batch()), unfolded(stock), limit=FP32_INSIDE)
+    assert_folded_is_unfolded(*twins(config, local_spec(config, qk_l2_norm=True)), limit=FP32_INSIDE)
 
 
 # As DeepSeek-V3 chooses its experts; a bias is added to the scores that choose, not to those that weigh.
@@ -136,13 +95,12 @@ def with_expert_biases(model: torch.nn.Module) -> list[torch.Tensor]:
 
 def test_latent_attention_and_experts_with_the_biases_of_a_checkpoint():
     stock, tree = twins(tiny_config(**LATENT | BIASED_EXPERTS))
-    unbiased = unfolded(stock).loss
+    unbiased = unfolded(stock)["loss"]
     for model in (stock, tree):
         model.zero_grad()
         with_expert_biases(model)
-    expected = unfolded(stock)
-    assert worst(expected.loss, unbiased) > 1e-3
-    assert_equal(folded(tree, folded_batch()), expected, limit=FP32_INSIDE)
+    assert worst(unfolded(stock)["loss"], unbiased) > 1e-3
+    assert_folded_is_unfolded(stock, tree, limit=FP32_INSIDE)
 
 
 def test_a_step_leaves_the_biases_of_experts_as_they_are():
@@ -171,27 +129,7 @@ def block_submodules(config):
 )
 def test_block_specs(make_spec):
     config = tiny_config()
-    stock, tree = twins(config, make_spec(config))
-    assert_equal(folded(tree, folded_batch()), unfolded(stock), limit=1e-12)
-
-
-@pytest.mark.parametrize("name", ["rope", "GPT-2", "yarn"])
-def test_float32(name):
-    settings, model_settings = VARIANTS[name]
-    stock, tree = twins(tiny_config(torch.float32, **settings), **model_settings)
-    assert_equal(folded(tree, folded_batch()), unfolded(stock), limit=1e-5)
-
-
-@pytest.mark.parametrize("name", ["rope", "yarn", "GPT-2", "full recompute", "heterogeneous"])
-def test_without_metadata_the_model_is_stock_to_the_bit(name):
-    settings, model_settings = VARIANTS[name]
-    stock, tree = twins(tiny_config(**settings), **model_settings)
-    one, other = unfolded(tree), unfolded(stock)
-    assert torch.equal(one.loss, other.loss)
-    for key in ("logprob", "entropy"):
-        assert all(torch.equal(a, b) for a, b in zip(getattr(one, key), getattr(other, key), strict=True))
-    for parameter, grad in one.grads.items():
-        assert torch.equal(grad, other.grads[parameter]), parameter
+    assert_folded_is_unfolded(*twins(config, make_spec(config)))
 
 
 @pytest.mark.parametrize("settings", [{}, GPT2, MOE, VARIANTS["heterogeneous"][0], {"qk_layernorm": True}])

@@ -6,16 +6,7 @@ from pathlib import Path
 
 import pytest
 from harness.commands import run_command
-from harness.train_jobs import (
-    FLOAT64,
-    batch_of,
-    check_steps,
-    stock_loss,
-    stock_twin,
-    train,
-    world_of_one,
-    write_job,
-)
+from harness.train_jobs import FLOAT64, batch_of, check_steps, stock_loss, stock_twin, train, world_of_one, write_job
 
 from mcore_prefix_tree.mcore.loop.session import session
 from mcore_prefix_tree.mcore.release import HAS_HYBRID_MODEL
@@ -38,11 +29,7 @@ SSM = "{mamba_state_dim: 8, mamba_head_dim: 8, mamba_num_groups: 2, mamba_num_he
 
 def pattern_options(pattern: str, transformer: str = "{}") -> list[str]:
     layers = len(pattern.replace("|", ""))
-    return [
-        f"model.hybrid_layer_pattern='{pattern}'",
-        f"model.num_layers={layers}",
-        f"model.transformer={transformer}",
-    ]
+    return [f"model.hybrid_layer_pattern='{pattern}'", f"model.num_layers={layers}", f"model.transformer={transformer}"]
 
 
 @pytest.fixture(scope="module")
@@ -119,9 +106,7 @@ def test_contradictions_are_reported_before_megatron_is_imported(options: list[s
 @needs_hybrid
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        (pattern_options("*|-|*"), "has 3 pipeline stages, but parallel asks for 1; put [|] between"),
-    ],
+    [(pattern_options("*|-|*"), "has 3 pipeline stages, but parallel asks for 1; put [|] between")],
 )
 def test_patterns_that_cannot_be_trained_are_refused(options: list[str], message: str, job: Path) -> None:
     with pytest.raises(RecipeError, match=message), session(load_recipe(job, options)):

@@ -235,24 +235,9 @@ def test_missing_signals_are_reported_before_the_first_step(tmp_path: Path) -> N
             "and kl_coef=0.1 needs it; `mcore-prefix-tree score --reference FOLDER` writes it",
         ),
         ("dpo", {}, "ref_logprobs", " needs it; `mcore-prefix-tree score --reference FOLDER` writes it"),
-        (
-            "critic",
-            {},
-            "values",
-            "and a critic needs it; `mcore-prefix-tree score` of a critic writes it",
-        ),
-        (
-            "grpo",
-            {},
-            "reward",
-            "needs it; `mcore-prefix-tree score` of a reward model writes one",
-        ),
-        (
-            "distill",
-            {},
-            "teacher",
-            "needs it; `mcore-prefix-tree score --teacher-top-k K` of the teacher writes it",
-        ),
+        ("critic", {}, "values", "and a critic needs it; `mcore-prefix-tree score` of a critic writes it"),
+        ("grpo", {}, "reward", "needs it; `mcore-prefix-tree score` of a reward model writes one"),
+        ("distill", {}, "teacher", "needs it; `mcore-prefix-tree score --teacher-top-k K` of the teacher writes it"),
         ("kto", {}, "label", "and kto needs it"),
         ("grpo", {"tis_cap": 2.0}, "rollout_logprobs", "and tis_cap=2.0 needs it"),
     ],
@@ -295,11 +280,7 @@ def test_head_chunks_follow_the_recipe(tmp_path: Path, monkeypatch: pytest.Monke
     """The losses are those of any other; of samples that are longer than a chunk, products are formed twice."""
     job, overrides = objective_job(tmp_path, "gspo")
     formed, products = [], head_chunks.Chunks.products
-    monkeypatch.setattr(
-        head_chunks.Chunks,
-        "products",
-        lambda self, rows: formed.append(rows) or products(self, rows),
-    )
+    monkeypatch.setattr(head_chunks.Chunks, "products", lambda self, rows: formed.append(rows) or products(self, rows))
 
     def run(*settings: str) -> list[float]:
         formed.clear()

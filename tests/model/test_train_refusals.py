@@ -12,6 +12,7 @@ from harness.train_jobs import rows, write_job
 from mcore_prefix_tree.settings import RecipeError, command_checks, load_recipe
 from mcore_prefix_tree.settings.command_checks import CHECKS
 
+T = "model.transformer"
 LATENT = "model.transformer.multi_latent_attention=true model.num_query_groups=null"
 YARN = (
     "model.position_embedding_type=yarn model.yarn.rotary_scaling_factor=4 "
@@ -36,14 +37,8 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "model.dtype=float64: TransformerEngine has no such layers; set model.transformer_impl=local",
         ),
         ("data.tokenizer=nope", "tokenizer 'nope' is neither a folder nor one of "),
-        (
-            "parallel.tensor_model_parallel_size=2",
-            "need a multiple of 2 ranks, but this job has 1; start it with",
-        ),
-        (
-            "parallel.tensor_model_parallel_size=3",
-            "num_attention_heads (4) must be a multiple of tensor_model",
-        ),
+        ("parallel.tensor_model_parallel_size=2", "need a multiple of 2 ranks, but this job has 1; start it with"),
+        ("parallel.tensor_model_parallel_size=3", "num_attention_heads (4) must be a multiple of tensor_model"),
         ("parallel.pipeline_model_parallel_size=2", "need a multiple of 2 ranks, but this job has 1; start it with"),
         ("parallel.virtual_pipeline_model_parallel_size=2", "needs parallel.pipeline_model_parallel_size above 1"),
         ("parallel.context_parallel_size=2", "does not support context_parallel_size=2"),
@@ -55,10 +50,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("parallel.expert_model_parallel_size=2", "num_moe_experts must be non None to use expert-parallel"),
         ("model.transformer.tp_comm_overlap=true", "does not support tp_comm_overlap=True: its buffers have one"),
         ("model.transformer.window_size=[16,0]", "finds none that supports this run (path: window=17 "),
-        (
-            "attention_backend=path model.transformer.window_size=[16,0]",
-            "attention backend 'path' does not support window=17 ",
-        ),
+        (f"attention_backend=path {T}.window_size=[16,0]", "attention backend 'path' does not support window=17 "),
         (
             "model.transformer.multi_latent_attention=true",
             "model.num_query_groups has no meaning with model.transformer.multi_latent_attention: its heads are ",
@@ -83,19 +75,10 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
             f"{LATENT} parallel.tensor_model_parallel_size=2 parallel.sequence_parallel=true",
             "parallel.tensor_model_parallel_size above 1 needs model.transformer_impl=transformer_engine, without ",
         ),
-        (
-            f"{LATENT} model.transformer.nope=1",
-            "model.transformer.nope: megatron-core's MLATransformerConfig has no such field",
-        ),
-        (
-            f"{LATENT} model.transformer.rope_type=x",
-            "and set model.transformer.rope_type, to rope or yarn",
-        ),
+        (f"{LATENT} {T}.nope=1", f"{T}.nope: megatron-core's MLATransformerConfig has no such field"),
+        (f"{LATENT} {T}.rope_type=x", f"and set {T}.rope_type, to rope or yarn"),
         ("model.transformer.nope=1", "model.transformer.nope: megatron-core's TransformerConfig has no such field"),
-        (
-            "model.transformer.num_layers=4",
-            "model.transformer.num_layers: other keys of the recipe, or folding,",
-        ),
+        (f"{T}.num_layers=4", f"{T}.num_layers: other keys of the recipe, or folding,"),
         ("model.transformer.calculate_per_token_loss=false", "model.transformer.calculate_per_token_loss: other keys"),
         ("model.transformer.fp16=true", "model.transformer.fp16: other keys of the recipe, or folding, decide this"),
         ("model.num_query_groups=3", "model.num_attention_heads=4 is not a multiple of model.num_query_groups=3"),
@@ -121,10 +104,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         ("model.vocab_size=null", "model.vocab_size is missing; set it, or name a data.tokenizer to take it from"),
         ("model.vocab_size=50", "data.jsonl:1: field 'tokens' has 54 at index 0, outside the model's vocabulary of 50"),
-        (
-            "data.tokenizer=mistral-v7",
-            "model.vocab_size=64 is smaller than the tokenizer's 32768; raise it or",
-        ),
+        ("data.tokenizer=mistral-v7", "model.vocab_size=64 is smaller than the tokenizer's 32768; raise it or"),
         (
             "batch.max_tokens=14 batch.over_budget=repeat",
             "data.jsonl:1: the sample has 15 tokens, but batch.max_tokens is 14; raise batch.max_",
@@ -160,10 +140,7 @@ def test_one_sentence_and_exit_code_2(job: Path, name: str, overrides: str, says
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (
-            "model.dtype=float64",
-            "optimizer.clip_grad: Megatron clips fp32 gradients; set it to 0 with model.dtype",
-        ),
+        ("model.dtype=float64", "optimizer.clip_grad: Megatron clips fp32 gradients; set it to 0 with model.dtype"),
         (
             "model.dtype=float64 optimizer.clip_grad=0 optimizer.use_distributed_optimizer=true",
             "optimizer.use_distributed_optimizer: Megatron's takes no model.dtype=float64",

@@ -322,11 +322,7 @@ def cut_in_half(path: Path) -> None:
         (TRACKER, lambda path: path.write_text("soon"), "{file} holds 'soon' instead of an iteration"),
         (TRACKER, lambda path: path.write_text(""), "{file} holds '' instead of an iteration"),
         (TRACKER, lambda path: path.write_bytes(b"\xff\xb2"), r"{file} holds '\\xff\\xb2' instead of an iteration"),
-        (
-            TRACKER,
-            lambda path: path.write_text("5"),
-            "{saved} holds iter_0000006, but its tracker names 5",
-        ),
+        (TRACKER, lambda path: path.write_text("5"), "{saved} holds iter_0000006, but its tracker names 5"),
         ("iter_0000006", shutil.rmtree, "names iteration 6, but {file} does not exist"),
         ("iter_0000006/metadata.json", Path.unlink, "checkpoint {saved}/iter_0000006 is damaged or"),
         ("iter_0000006/common.pt", cut_in_half, "{file} was not opened: it is damaged"),

@@ -193,12 +193,7 @@ def test_checkpoints_of_another_kind_of_model_are_rejected(job: Path, tmp_path: 
     with pytest.raises(RecipeError, match=r"sft/iter_0000002 is damaged or does not fit .*scalar_head\.weight"):
         train(job, *overrides_of("critic"), f"checkpoint.save={language_model}", resume=True)
     scoring = run_command(
-        "score",
-        job,
-        *overrides_of("critic"),
-        f"checkpoint.save={language_model}",
-        "--output",
-        tmp_path / "x.jsonl",
+        "score", job, *overrides_of("critic"), f"checkpoint.save={language_model}", "--output", tmp_path / "x.jsonl"
     )
     assert scoring.exit_code == 2
     assert "does not fit this recipe's model" in scoring.stderr

@@ -20,12 +20,7 @@ from mcore_prefix_tree.settings import RecipeError, load_recipe
 
 @pytest.mark.parametrize(
     ("local_rank", "visible", "index"),
-    [
-        (None, 1, 0),
-        ("3", 8, 3),
-        ("7", 8, 7),
-        pytest.param("3", 1, 0, id="srun --gpus-per-task=1"),
-    ],
+    [(None, 1, 0), ("3", 8, 3), ("7", 8, 7), pytest.param("3", 1, 0, id="srun --gpus-per-task=1")],
 )
 def test_a_rank_takes_the_gpu_of_its_place_on_the_machine(
     monkeypatch: pytest.MonkeyPatch, local_rank: str | None, visible: int, index: int

@@ -25,11 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_student_and_teacher(tmp_path_factory.mktemp("xtoken"))
 
 
-CUT = {
-    "p_kl": {"top_k": 50, "ce_weight": 0.5},
-    "h_kl": {},
-    "alm": {"teacher_weights": [0.5, 1.5]},
-}
+CUT = {"p_kl": {"top_k": 50, "ce_weight": 0.5}, "h_kl": {}, "alm": {"teacher_weights": [0.5, 1.5]}}
 
 
 @pytest.mark.parametrize("over_budget", mostly_in_ci("carry", of=["carry", "auto"]))

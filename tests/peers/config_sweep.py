@@ -105,10 +105,7 @@ VALUES: dict[str, list[Any]] = {
     "tie_word_embeddings": [True, False],
     "use_qk_norm": [True, False],
 }
-KINDS_OF_LAYERS = {
-    "layer_types": ("full_attention", "sliding_attention"),
-    "mlp_layer_types": ("dense", "sparse"),
-}
+KINDS_OF_LAYERS = {"layer_types": ("full_attention", "sliding_attention"), "mlp_layer_types": ("dense", "sparse")}
 
 
 def fields_of(family: str) -> list[str]:

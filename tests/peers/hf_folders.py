@@ -119,13 +119,7 @@ LLAMA3 = {
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A family of models by transformers' own classes.
-
-    Attributes:
-        name: first part of the name of its configuration's class and its model's.
-        settings: of a tiny model.
-        config: name of the configuration's class if it has another.
-    """
+    """A family of models by transformers' own classes, whose names begin with ``name``; and a tiny model's settings."""
 
     name: str
     settings: dict[str, Any]
@@ -207,15 +201,7 @@ def rows() -> list[list[int]]:
 
 
 def saved_model(family: str, where: Path, settings: Mapping[str, Any], *, seed: int = 0, **options: Any) -> Any:
-    """Write random weights to a folder, and return transformers' model of them.
-
-    Args:
-        family: of :data:`FAMILIES`.
-        where: the folder.
-        settings: of the configuration, in addition to those of the family.
-        seed: of the weights.
-        options: of ``save_pretrained``.
-    """
+    """Write random weights to a folder, and return transformers' model of them."""
     torch.manual_seed(seed)
     kind = FAMILIES[family]
     config = getattr(transformers, f"{kind.config or kind.name}Config")(**copy.deepcopy(kind.settings | settings))

@@ -140,19 +140,10 @@ def exported_gradients(path: str, chunks: list[Any], of_parameters: Iterable[tor
 
 
 def errors_of(family: str, folder: Path, *overrides: str) -> dict[str, float]:
-    """Errors of one process against transformers.
+    """Errors of one process against transformers; raise RuntimeError if the model is rejected.
 
-    Args:
-        family: of :data:`~hf_folders.FAMILIES`.
-        folder: to work in, empty.
-        overrides: of the recipe.
-
-    Returns:
-        ``logprob``, the largest of a token's log-probability; ``gradient``, the relative norm over all weights; and
-        ``worst_gradient``, the largest of one weight's, of which a small one counts as a thousandth of all.
-
-    Raises:
-        RuntimeError: the model is rejected, with the reason.
+    ``logprob`` is the largest of a token's log-probability; ``gradient`` the relative norm over all weights; and
+    ``worst_gradient`` the largest of one weight's, of which a small one counts as a thousandth of all.
     """
     with mock.patch.dict(os.environ):  # in which Megatron-Core leaves the attention that a model asks for
         recipe, source, model = write_job(folder, family)
@@ -222,11 +213,7 @@ def check_sparse_work(folder: Path, *overrides: str) -> None:
 
 
 def check_layout(family: str, folder: Path, *overrides: str) -> float:
-    """Train a step that changes nothing on two ranks, compare the exported bits, and score.
-
-    Returns:
-        The largest error of a token's log-probability.
-    """
+    """Train a step that changes nothing on two ranks, compare the exported bits, score; return the largest error."""
     recipe, source, model = write_job(folder, family, max_shard_size="100KB")
     assert len(list(source.glob("*.safetensors"))) > 2
     options = ("--hf", source, *overrides, STILL)

@@ -29,15 +29,9 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"num_hidden_layers": 6, "sliding_window": 4, "query_pre_attn_scalar": 16, "tie_word_embeddings": True},
         TOWER | {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14},
     ),
-    "Gemma4": (
-        GEMMA4 | {"use_bidirectional_attention": "vision", "final_logit_softcapping": 0.1},
-        GEMMA4_TOWER,
-    ),
+    "Gemma4": (GEMMA4 | {"use_bidirectional_attention": "vision", "final_logit_softcapping": 0.1}, GEMMA4_TOWER),
     "Gemma4 E2B": (GEMMA4_E2B, GEMMA4_TOWER),
-    "Kimi_K25": (
-        LATENT | {"model_type": "deepseek_v3"},
-        TOWER | {"num_hidden_layers": 1, "num_attention_heads": 2},
-    ),
+    "Kimi_K25": (LATENT | {"model_type": "deepseek_v3"}, TOWER | {"num_hidden_layers": 1, "num_attention_heads": 2}),
     "Mistral3": ({"model_type": "mistral", "sliding_window": None}, PIXTRAL | {"image_size": 28, "patch_size": 14}),
     "Qwen2_5_VL": ({"rope_parameters": M_ROPE}, QWEN | {"fullatt_block_indexes": [0]}),
     "Qwen3_5": (DELTA_NET | {"rope_parameters": PARTLY}, QWEN | {"num_position_embeddings": 16}),

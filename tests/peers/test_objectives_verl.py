@@ -161,10 +161,7 @@ POLICIES: dict[str, tuple[str, dict[str, Any], Callable[[Padded], torch.Tensor],
         "dapo",
         {"tis_cap": 1.3},
         lambda b: b.loss(
-            b.grpo(),
-            BY_TOKEN,
-            clip_ratio_high=0.28,
-            weights=(b.old_logprobs - b.rollout_logprobs).exp().clamp(max=1.3),
+            b.grpo(), BY_TOKEN, clip_ratio_high=0.28, weights=(b.old_logprobs - b.rollout_logprobs).exp().clamp(max=1.3)
         ),
         EXACT,
     ),

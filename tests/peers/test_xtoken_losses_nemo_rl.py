@@ -89,12 +89,7 @@ def apart():
     for lens in ((1, 1), (1, 2), (2, 1), (3, 2), (1, 3)):
         rows = [tuple(range(start, start + count)) for start, count in zip(at, lens, strict=True)]
         chunks.append(
-            Chunk(
-                student=rows[0],
-                teacher=rows[1],
-                student_tokens=(0,) * lens[0],
-                teacher_tokens=(0,) * lens[1],
-            )
+            Chunk(student=rows[0], teacher=rows[1], student_tokens=(0,) * lens[0], teacher_tokens=(0,) * lens[1])
         )
         at = [start + count for start, count in zip(at, lens, strict=True)]
     weight = torch.full((len(chunks),), 1 / len(chunks), dtype=torch.float64)

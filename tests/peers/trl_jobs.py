@@ -102,11 +102,7 @@ PICTURE_JOBS = {
     "SFT": Job(
         "SFT",
         [
-            {
-                "images": PICTURES[:1],
-                "prompt": said("user", PROMPT),
-                "completion": said("assistant", row["completion"]),
-            }
+            {"images": PICTURES[:1], "prompt": said("user", PROMPT), "completion": said("assistant", row["completion"])}
             for row in COMPLETIONS
         ],
         {"max_length": None},

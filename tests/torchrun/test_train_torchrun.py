@@ -73,10 +73,7 @@ def continue_at(folder: Path, iteration: int, target: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param((TP2, "parallel.sequence_parallel=true"), id="tensor and sequence parallel"),
-    ],
+    "layout", [pytest.param((TP2, "parallel.sequence_parallel=true"), id="tensor and sequence parallel")]
 )
 def test_checkpoint_of_one_process_resumes_in_two(
     job: Path, one_process: tuple[Path, Ended], tmp_path: Path, layout: Sequence[str]

@@ -187,14 +187,7 @@ def conversations(draw, family, *, marked=True, most_exchanges=3):
 
 @dataclass
 class Expected:
-    """A turn behind its history.
-
-    Attributes:
-        text: text up to the end of the turn.
-        tokens: its tokens.
-        mask: weight of each token.
-        joined: whether the tokenizer would join the end of the prompt with the start of the answer.
-    """
+    """A turn behind its history; ``joined`` if the tokenizer would join the end of the prompt with the answer."""
 
     text: str
     tokens: list[int]

@@ -8,12 +8,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from harness.hf_sources import CONFIG, write_tensors
 
 from mcore_prefix_tree.arguments import refusals
 from mcore_prefix_tree.arguments.flags import add_argument_group, add_rl_argument_group, readable_arguments
+from mcore_prefix_tree.pretrain_gpt import use_megatron_lm
 from mcore_prefix_tree.utils.inputs import TRACKER
 
 # Starts the door with one command line after the other, in one interpreter, and prints how each ended.
@@ -40,27 +42,24 @@ for name, default in {
     "transformer_impl": "transformer_engine", "moe_token_dispatcher_type": "allgather", "ckpt_format": "torch_dist",
     "dataloader_type": "external", "experimental_attention_variant": None, "load": None, "tokenizer_model": None,
     "vocab_file": None, "merge_file": None, "mtp_num_layers": 0, "mtp_loss_scaling_factor": 0.1,
+    "logits_load_dir": None, "gtp_weight_remat_size": 0, "non_persistent_ckpt_type": None,
+    "position_embedding_type": None, "multi_latent_attention": False, "use_checkpoint_args": False, "mock_data": False,
+    "rl_training_cuda_graphs": False, "perform_rl_step": False, "fp16": False, "sft": False, "eod_mask_loss": False,
+    "full_validation": False, "use_torch_fsdp2": False, "reset_position_ids": False, "reset_attention_mask": False,
+    "ddp_average_in_collective": False, "defer_embedding_wgrad_compute": False, "deterministic_mode": False,
 }.items():  # fmt: skip
-    MEGATRON.add_argument(
-        f"--{name.replace('_', '-')}", type=type(default) if default is not None else str, default=default or None
-    )
-for name in (
-    "multi_latent_attention",
-    "use_checkpoint_args",
-    "rl_training_cuda_graphs",
-    "perform_rl_step",
-    "mock_data",
-    "fp16",
-):
-    MEGATRON.add_argument(f"--{name.replace('_', '-')}", action="store_true")
+    option = f"--{name.replace('_', '-')}"
+    if default is False:
+        MEGATRON.add_argument(option, action="store_true")
+    else:
+        MEGATRON.add_argument(option, type=str if default is None else type(default), default=default or None)
+MEGATRON.add_argument("--iterations-to-skip", nargs="+", type=int, default=[])
 MEGATRON.add_argument("--data-path", nargs="*")
 MEGATRON.set_defaults(
     calculate_per_token_loss=True, spec=None, yaml_cfg=None, tokenizer_type=None, padded_vocab_size=None
 )
-JOB = (
-    "--prefix-tree --prefix-tree-data-path PATH --prefix-tree-max-tokens 64 --attention-dropout 0 --hidden-dropout 0 "
-    "--vocab-size 128"
-)
+MODEL = "--attention-dropout 0 --hidden-dropout 0 --vocab-size 128"
+JOB = f"--prefix-tree --prefix-tree-data-path PATH --prefix-tree-max-tokens 64 {MODEL}"
 # Arguments added to the job, and the start of the sentence.
 RULES = [
     ("--prefix-tree-order sorted", "argument --prefix-tree-order: invalid choice: 'sorted'"),
@@ -79,24 +78,41 @@ RULES = [
     ("--prefix-tree-score s.jsonl", "--prefix-tree-score needs --global-batch-size, "),
     ("--prefix-tree-score s.jsonl --global-batch-size 4 --load no/folder", "--load no/folder holds no checkpoint"),
     ("--prefix-tree-score-all-tokens", "--prefix-tree-score-all-tokens needs --prefix-tree-score FILE"),
-    ("--context-parallel-size 2", "prefix-tree training does not support --context-parallel-size 2: "),
-    ("--attention-dropout 0.1", "prefix-tree training does not support --attention-dropout 0.1: "),
-    ("--hidden-dropout .5", "prefix-tree training does not support --hidden-dropout 0.5: "),
-    ("--mock-data", "prefix-tree training does not support --mock-data: "),
-    ("--data-path a b", "prefix-tree training does not support --data-path: "),
-    ("--fp16", "prefix-tree training does not support --fp16: "),
-    ("--transformer-impl=inference_optimized", "prefix-tree training does not support --transformer-impl infer"),
-    ("--num-experts 4", "prefix-tree training does not support --moe-token-dispatcher-type allgather: "),
-    ("--dataloader-type cyclic", "prefix-tree training does not support --dataloader-type cyclic: "),
-    (
-        "--experimental-attention-variant gated_delta_net --transformer-impl local",
-        "prefix-tree training does not support --experimental-attention-variant gated_delta_net with --transf",
-    ),
+    ("--prefix-tree-min-shared-tokens -1", "argument --prefix-tree-min-shared-tokens: input should be greater than or"),
+    ("--prefix-tree-data-path -", "--prefix-tree-data-path -: every rank reads the data itself; write it to a file"),
+]
+# The same, after "prefix-tree training does not support ".
+UNSUPPORTED = [
+    ("--context-parallel-size 2", "--context-parallel-size 2: a tree is not split"),
+    ("--attention-dropout 0.1", "--attention-dropout 0.1: samples that share a token"),
+    ("--hidden-dropout .5", "--hidden-dropout 0.5: "),
+    ("--mock-data", "--mock-data: "),
+    ("--data-path a b", "--data-path: "),
+    ("--fp16", "--fp16: not proven equal yet; use --bf16"),
+    ("--transformer-impl=inference_optimized", "--transformer-impl inference_optimized"),
+    ("--num-experts 4", "--moe-token-dispatcher-type allgather: "),
+    ("--dataloader-type cyclic", "--dataloader-type cyclic: "),
+    ("--experimental-attention-variant gated_delta_net --transformer-impl local", "--experimental-attention-variant"),
     (
         "--multi-latent-attention --tensor-model-parallel-size 2 --transformer-impl local",
-        "prefix-tree training does not support --transformer-impl local with --multi-latent-attention",
+        "--transformer-impl local with --multi-latent-attention",
     ),
+    ("--sft", "--sft: losses are masked by the data here"),
+    ("--full-validation", "--full-validation: use --eval-iters"),
+    ("--iterations-to-skip 3", "--iterations-to-skip: Megatron skips by reading its own"),
+    ("--use-torch-fsdp2", "--use-torch-fsdp2: not proven equal yet; use --use-distributed-optimizer"),
+    ("--reset-position-ids", "--reset-position-ids: it belongs to Megatron's own data"),
+    ("--reset-attention-mask", "--reset-attention-mask: it belongs to Megatron's own data"),
+    ("--eod-mask-loss", "--eod-mask-loss: losses are masked by the data"),
+    ("--ddp-average-in-collective", "--ddp-average-in-collective: a step's divisor is known only after it"),
+    ("--defer-embedding-wgrad-compute", "--defer-embedding-wgrad-compute with the fused head"),
+    ("--position-embedding-type mrope", "--position-embedding-type mrope: its positions are three-dimensional"),
+    ("--non-persistent-ckpt-type local", "--non-persistent-ckpt-type local: "),
+    ("--logits-load-dir x", "--logits-load-dir: it brings its own loss"),
+    ("--gtp-weight-remat-size 2", "--tensor-parallel-num-weight-shards above the tensor-parallel size"),
+    ("--mock-data --sft", "--mock-data: the data is --prefix-tree-data-path; remove it; nor --sft: losses are masked"),
 ]
+RULES += [(text, f"prefix-tree training does not support {says}") for text, says in UNSUPPORTED]
 RL_RULES = [
     ("--prefix-tree", "--prefix-tree needs --perform-rl-step here"),
     (
@@ -168,10 +184,49 @@ def test_a_mistake_of_the_rl_loop_is_named(
         "",
         "--use-checkpoint-args --attention-dropout 0.1 --hidden-dropout 0.1",
         "--num-experts 4 --moe-token-dispatcher-type=alltoall",
+        "--transformer-impl local",
+        "--deterministic-mode",
+        "--prefix-tree-deterministic-attention",
+        "--defer-embedding-wgrad-compute --prefix-tree-no-fused-head",
     ],
 )
 def test_a_job_that_can_run_passes(data: Path, text: str) -> None:
     check(parse(f"{JOB} {text}", data))
+
+
+@pytest.mark.parametrize("missing", ["--prefix-tree-data-path PATH", "--prefix-tree-max-tokens 64"])
+def test_the_flag_requires_its_arguments(data: Path, missing: str) -> None:
+    with pytest.raises(refusals.ArgumentError, match=f"--prefix-tree needs {missing.split()[0]}"):
+        refusals.check_arguments(parse(JOB.replace(missing, ""), data))
+
+
+def test_the_flag_implies_one_denominator_for_the_step(data: Path) -> None:
+    defaults = vars(parse(f"{JOB} --prefix-tree-data-path a.jsonl b.jsonl", data))
+    wanted = {"data_path": ["a.jsonl", "b.jsonl"], "order": "shuffled", "attention_backend": "auto", "share": "all"}
+    wanted |= {"min_shared_tokens": 0, "length_buckets": None, "deterministic_attention": False, "fused_head": True}
+    assert {name: defaults[f"prefix_tree_{name}"] for name in wanted} == wanted
+    MEGATRON.set_defaults(calculate_per_token_loss=False, dataloader_type=None)
+    try:
+        for text, folds in ((JOB, True), ("", False)):
+            args = parse(text, data)
+            assert (args.prefix_tree, args.calculate_per_token_loss) == (folds, folds)
+            assert args.dataloader_type == ("external" if folds else None)
+    finally:
+        MEGATRON.set_defaults(calculate_per_token_loss=True, dataloader_type="external")
+    args = parse(f"{JOB} --prefix-tree-deterministic-attention --prefix-tree-no-fused-head", data)
+    assert (args.prefix_tree_deterministic_attention, args.prefix_tree_fused_head) == (True, False)
+
+
+def test_help_has_a_separate_group() -> None:
+    group = add_argument_group(argparse.ArgumentParser()).format_help().split("\nprefix-tree:\n")[1]
+    assert "--prefix-tree-dry-run" in group
+    assert "--global-batch-size" in group
+
+
+def test_the_group_without_the_flag_is_refused() -> None:
+    refusals.check_unused(["--lr", "1"])
+    with pytest.raises(refusals.ArgumentError, match="--prefix-tree-max-tokens needs --prefix-tree"):
+        refusals.check_unused(["--lr", "1", "--prefix-tree-max-tokens=5"])
 
 
 def test_missing_launcher_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,3 +307,32 @@ def test_help_imports_nothing_and_names_the_rest(checkout: Path) -> None:
         assert "\nprefix-tree:\n" in str(end["out"])
         assert "--prefix-tree-share" in str(end["out"])
         assert f"python {script} --help in its checkout" in str(end["out"])
+
+
+def requiring(root: Path, python: str) -> str:
+    (root / "pyproject.toml").write_text(f"[project]\nrequires-python = '{python}'\n")
+    return str(root)
+
+
+def test_a_checkout_for_a_newer_python_is_refused(checkout: Path) -> None:
+    with pytest.raises(ValueError, match=r"needs Python 3\.99 or newer, this is 3\.\d+$"):
+        use_megatron_lm(requiring(checkout, ">=3.99"))
+
+
+def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"--megatron-lm-path: .* is not a checkout of Megatron-LM"):
+        use_megatron_lm(str(tmp_path))
+    monkeypatch.setenv("MEGATRON_LM_PATH", str(tmp_path))
+    with pytest.raises(ValueError, match=r"MEGATRON_LM_PATH: .* is not a checkout of Megatron-LM"):
+        use_megatron_lm(None)
+
+
+def test_the_training_loop_of_a_wheel_is_no_checkout(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Newer wheels of megatron-core carry it, without its compiled part."""
+    monkeypatch.delenv("MEGATRON_LM_PATH", raising=False)
+    (checkout / GPT).unlink()
+    origin = str(Path(requiring(checkout, ">=3.10")) / "megatron" / "training" / "__init__.py")
+    monkeypatch.setattr("mcore_prefix_tree.pretrain_gpt.find_spec", lambda name: SimpleNamespace(origin=origin))
+    clones = r"core_v0\.16\.1, core_v0\.19\.0 or main and name it with --megatron-lm-path DIR"
+    with pytest.raises(ValueError, match=clones):
+        use_megatron_lm(None)

@@ -49,12 +49,7 @@ def held_to(name, metadata, *, heads=2, key_heads=1, dim=8, value_dim=None, sink
     logits = torch.linspace(-1, 1, heads, dtype=torch.float64).requires_grad_(method.trains) if sinks else None
     asked = AttentionOptions(softmax_scale=dim**-0.5, sinks=logits, **options)
     case = case_of(
-        dtype=method.dtype,
-        heads=heads,
-        kv_heads=key_heads,
-        head_dim=dim,
-        value_dim=value_dim,
-        needs_grad=method.trains,
+        dtype=method.dtype, heads=heads, kv_heads=key_heads, head_dim=dim, value_dim=value_dim, needs_grad=method.trains
     )
     if method.judge.refusal(replace(case, options=asked)):
         return False

@@ -9,17 +9,7 @@ from harness.losses import divided, vocabulary_divergence
 from harness.oracles import sample_lists, worst
 from hypothesis import given
 from hypothesis import strategies as st
-from objective_oracles import (
-    VOCAB,
-    World,
-    changed,
-    check_cuts,
-    full_loss,
-    run,
-    top_k_loss,
-    with_signals,
-    with_teachers,
-)
+from objective_oracles import VOCAB, World, changed, check_cuts, full_loss, run, top_k_loss, with_signals, with_teachers
 
 from mcore_prefix_tree import Sample, SampleError, fold
 from mcore_prefix_tree.objectives import Distillation, divergence

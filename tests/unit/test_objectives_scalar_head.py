@@ -7,15 +7,7 @@ from harness.losses import divided
 from harness.oracles import sample_lists
 from hypothesis import given
 from hypothesis import strategies as st
-from objective_oracles import (
-    World,
-    changed,
-    check_cuts,
-    critic_loss,
-    reward_model_loss,
-    run_values,
-    with_signals,
-)
+from objective_oracles import World, changed, check_cuts, critic_loss, reward_model_loss, run_values, with_signals
 
 from mcore_prefix_tree import Sample, SampleError, Signals, fold
 from mcore_prefix_tree.objectives import Critic, RewardModel

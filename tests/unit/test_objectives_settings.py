@@ -65,10 +65,7 @@ def three_tokens(reward: float, group: str, rollout: list[float]) -> Sample:
         tokens=[1, 2, 3, int(reward)],
         loss_mask=[0, 1.0, 0.25, 1.0],
         signals=Signals(
-            reward=reward,
-            group=group,
-            old_logprobs=[np.nan, -1.0, -1.0, -1.0],
-            rollout_logprobs=[np.nan, *rollout],
+            reward=reward, group=group, old_logprobs=[np.nan, -1.0, -1.0, -1.0], rollout_logprobs=[np.nan, *rollout]
         ),
     )
 

@@ -14,12 +14,7 @@ from hypothesis import strategies as st
 
 from mcore_prefix_tree import fold
 from mcore_prefix_tree.plan import CostModel, plan_step
-from mcore_prefix_tree.plan.cuts import (
-    fewest_runs,
-    least_repeating_runs,
-    longest_runs,
-    reach,
-)
+from mcore_prefix_tree.plan.cuts import fewest_runs, least_repeating_runs, longest_runs, reach
 from mcore_prefix_tree.trie import SHARE_ALL, Sharing, sort_samples
 
 MODEL = CostModel(token=3.0, pair=0.5)

@@ -54,10 +54,7 @@ def test_shipped_recipes_load(path):
     assert all((SHIPPED[0].parents[1] / name).exists() for name in paths if name.startswith("recipes/"))
 
 
-@pytest.mark.parametrize(
-    ("name", "steps"),
-    [("quickstart", 4), ("one_gpu", 10)],
-)
+@pytest.mark.parametrize(("name", "steps"), [("quickstart", 4), ("one_gpu", 10)])
 def test_shipped_recipes_warm_up_in_any_number_of_steps(name, steps):
     recipe = load_recipe(SHIPPED[0].parent / f"{name}.yaml")
     fraction, batch = recipe.optimizer.lr_warmup_fraction, recipe.batch.per_step
@@ -273,10 +270,7 @@ def test_a_wrong_file_is_refused_by_name(tmp_path, text, says):
         ),
         ("lr=1", "lr: there is no such key (given 1), did you mean optimizer.lr?"),
         ("checkpoint.beta_slow=1", "(given 1), did you mean model.yarn.beta_slow?"),
-        (
-            "checkpoint.zzz=1",
-            "(given 1), checkpoint has save, pretrained_checkpoint, save_interval, keep_last",
-        ),
+        ("checkpoint.zzz=1", "(given 1), checkpoint has save, pretrained_checkpoint, save_interval, keep_last"),
         ("model.yarn.zzz=1", "mscale_all_dim, correction_range_round_to_int"),
         ("zzz=1", "(given 1), a recipe has data, model, batch, train_iters, seed, attention_backend, "),
     ],

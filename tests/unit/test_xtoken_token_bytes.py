@@ -91,8 +91,7 @@ def test_byte_level_spells_any_character(folders, text):
 
 
 @pytest.mark.parametrize(
-    ("variant", "where"),
-    [("byte level", "never"), ("metaspace", "first"), ("prepends", "always")],
+    ("variant", "where"), [("byte level", "never"), ("metaspace", "first"), ("prepends", "always")]
 )
 def test_tokenizer_without_a_digit(variant, where, tmp_path):
     folder = make_folder(tmp_path, PLAIN, **VARIANTS[variant])

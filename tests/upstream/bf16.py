@@ -18,10 +18,8 @@ _GRADIENT = "optimizer.state.exp_avg."
 class Errors:
     """Errors of a run in bf16, against the run in fp32 with the same initial weights.
 
-    Attributes:
-        loss: the mean of the iterations' absolute errors.
-        gradient: of Adam's mean of the gradients at the end, relative, all parameters as one vector.
-        weights: of the fp32 weights at the end, likewise.
+    ``loss`` is the mean of the iterations' absolute errors; ``gradient`` the relative one of Adam's mean of gradients
+    at the end, all parameters as one vector, and ``weights`` likewise.
     """
 
     loss: float
@@ -30,14 +28,7 @@ class Errors:
 
 
 def bf16_errors(data: str, folded: str, common: str, folder: Path) -> dict[str, Errors]:
-    """Train ``folded`` and ``unfolded`` in bf16, and unfolded in fp32, all from weights that bf16 holds exactly.
-
-    Args:
-        data: the arguments that name the samples.
-        folded: those of only the folded run.
-        common: those of every run.
-        folder: for checkpoints.
-    """
+    """Train ``folded`` and ``unfolded`` in bf16, and unfolded in fp32, all from weights that bf16 holds exactly."""
     start = folder / "start"
     trained(STOCK, common, TRAIN, UNFOLDED, data, f"--bf16 --save {start} --exit-interval {FIRST}")
 

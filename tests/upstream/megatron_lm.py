@@ -101,11 +101,7 @@ class Run:
 
 
 def require_checkout(*, trains: bool = True) -> None:
-    """Skip the calling module without a checkout.
-
-    Args:
-        trains: whether it starts Megatron-LM, which compiles its helpers.
-    """
+    """Skip the calling module without a checkout; one that ``trains`` compiles Megatron-LM's helpers."""
     if VARIABLE not in os.environ:
         pytest.skip(f"{VARIABLE} names no checkout of Megatron-LM", allow_module_level=True)
     require_packages("triton", *(["pybind11"] if trains else ()))
@@ -133,12 +129,8 @@ def megatron(
 ) -> Run:
     """Run a program with Megatron's arguments, as torchrun starts it; words of the arguments are split at blanks.
 
-    Args:
-        program: to run. On a CPU the ranks of this package's and this folder's are forked, torchrun starts others.
-        arguments: of the program.
-        ranks: processes.
-        timeout_s: for all of it.
-        fork: False has torchrun start any program.
+    On a CPU the ranks of this package's and this folder's programs are forked; torchrun starts others, or, with
+    ``fork=False``, any.
     """
     known = program[:2] in (ENTRY, HYBRID) or Path(program[0]).parent == HERE
     if fork and known and not torch.cuda.is_available():
@@ -274,12 +266,7 @@ class Stock:
 
 
 def train_unfolded(model: str, root: Path) -> Stock:
-    """Twenty iterations of a stock model, a sample at a time, with checkpoints after the first and at the end.
-
-    Args:
-        model: its arguments.
-        root: an empty folder, for data and checkpoints.
-    """
+    """Twenty iterations of a stock model, a sample at a time, with checkpoints after the first and at the end."""
     write_samples(root / "samples.jsonl")
     data = f"--prefix-tree-data-path {root / 'samples.jsonl'} --prefix-tree-order file"
     common = (CPU, model, TRAIN, UNFOLDED, data, f"--save {root / 'saved'}")
@@ -291,13 +278,7 @@ def train_unfolded(model: str, root: Path) -> Stock:
 
 
 def write_samples(path: Path, count: int = 200, scale: int = 1) -> None:
-    """Trees that branch twice, with duplicates, strict prefixes and samples of one token.
-
-    Args:
-        path: of the file.
-        count: of samples.
-        scale: their longest has 43 times as many tokens.
-    """
+    """Trees that branch twice, with duplicates, strict prefixes, samples of one token and of 43 times ``scale``."""
     rng = np.random.default_rng(0)
 
     def tokens(low: int, high: int) -> list[int]:

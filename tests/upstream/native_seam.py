@@ -28,10 +28,11 @@ from harness.seam_runs import (
     MOE,
     VARIANTS,
     assert_equal,
+    assert_folded_is_unfolded,
     folded,
     folded_batch,
-    gradients,
     sft_step,
+    take_gradients,
     unfolded,
 )
 from harness.worlds import Layout
@@ -83,7 +84,7 @@ def test_this_core_is_patched() -> None:
 @pytest.mark.parametrize("name", [name for name in VARIANTS if "latent attention" not in name])
 def test_folded_is_unfolded(name: str, make: Any) -> None:
     stock, native_model = native_twins(*VARIANTS[name])
-    assert_equal(folded(native_model, make()), unfolded(stock), limit=1e-12)
+    assert_equal(folded(native_model, make()), unfolded(stock, entropy_weight=0.1), limit=1e-12)
 
 
 @pytest.mark.parametrize("name", ["rope", "yarn", "learned_absolute", "full recompute"])
@@ -91,7 +92,7 @@ def test_tree_capable_specs_still_follow_the_tree(name: str) -> None:
     """Positions are gathered once: by the model, not by the layers again."""
     settings, model_settings = VARIANTS[name]
     stock, tree = twins(tiny_config(**settings), **model_settings)
-    expected = unfolded(stock)
+    expected = unfolded(stock, entropy_weight=0.1)
     for make in (folded_batch, lambda: plain(folded_batch())):
         tree.zero_grad()
         assert_equal(folded(tree, make()), expected, limit=1e-12)
@@ -103,7 +104,7 @@ def test_latent_attention_follows_trees_only_in_tree_capable_specs() -> None:
     stock, tree = twins(config)
     with pytest.raises(NotImplementedError, match="prefix trees do not support multi_latent_attention"):
         tree_forward(stock, folded_batch())
-    expected = unfolded(stock)
+    expected = unfolded(stock, entropy_weight=0.1)
     for make in (folded_batch, lambda: plain(folded_batch())):
         tree.zero_grad()
         assert_equal(folded(tree, make()), expected, limit=1e-12)
@@ -121,7 +122,7 @@ def test_the_micro_batch_chooses_the_attention(backend: str, make: Any, monkeypa
 
     original = native_backends.tree_attention
     monkeypatch.setattr(native_backends, "tree_attention", attend)
-    assert_equal(folded(native_model, make(backend)), unfolded(stock), limit=1e-12)
+    assert_equal(folded(native_model, make(backend)), unfolded(stock, entropy_weight=0.1), limit=1e-12)
     assert chosen == {backend}
 
 
@@ -129,7 +130,7 @@ def test_megatron_core_attends_by_itself(monkeypatch: pytest.MonkeyPatch) -> Non
     """Its own back-end, which a micro-batch that names none takes."""
     stock, native_model = native_twins({}, {})
     monkeypatch.setattr(native_backends, "tree_attention", None)
-    assert_equal(folded(native_model, plain(folded_batch(), "torch")), unfolded(stock), limit=1e-12)
+    assert_equal(folded(native_model, plain(folded_batch(), "torch")), unfolded(stock, entropy_weight=0.1), limit=1e-12)
     assert CoreTreeMetadata.from_nodes([0, 1], [-1]).attention_backend == "torch"
 
 
@@ -157,7 +158,7 @@ def test_both_classes_describe_a_tree_equally(padded_size: int | None) -> None:
 
 def test_mixture_of_experts() -> None:
     stock, native_model = native_twins(MOE, {})
-    assert_equal(folded(native_model, folded_batch()), unfolded(stock), limit=FP32_INSIDE)
+    assert_folded_is_unfolded(stock, native_model, limit=FP32_INSIDE)
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=2, sequence_parallel=True), Layout(pp=2)], ids=str)
@@ -213,10 +214,10 @@ def test_masks_and_batches_are_refused() -> None:
 def test_the_forward_step_that_megatron_calls() -> None:
     stock, native_model = native_twins({}, {})
     loss, _, _ = sft_step(native_model, folded_batch())
-    expected = unfolded(stock, entropy_weight=0.0)
-    assert worst(loss, expected.loss) < 1e-12
-    for parameter, grad in gradients(native_model).items():
-        assert worst(grad, expected.grads[parameter]) < 1e-12, parameter
+    expected = unfolded(stock)
+    assert worst(loss, expected["loss"]) < 1e-12
+    for parameter, grad in take_gradients(native_model).items():
+        assert worst(grad, expected["grads"][parameter]) < 1e-12, parameter
 
 
 def test_checkpoints_move_both_ways() -> None:

@@ -37,13 +37,7 @@ Gradients = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Rollouts:
-    """N trajectories, padded to s tokens.
-
-    Attributes:
-        tokens: ``[N, s]``.
-        generated: bool ``[N, s]``.
-        advantages: ``[N]``.
-    """
+    """N trajectories, padded to s tokens: ``[N, s]``, which are generated, bool ``[N, s]``, and advantages ``[N]``."""
 
     tokens: torch.Tensor
     generated: torch.Tensor

@@ -176,12 +176,7 @@ LAYOUTS = {
     ),
     "chunks": (1, Layout(), {}, CUT),
     "chunks, TP and SP": (2, Layout(tp=2, sequence_parallel=True), {}, CUT),
-    "latent chunks, TP and SP": (
-        2,
-        Layout(tp=2, sequence_parallel=True),
-        dict(folded_runs.LATENT) | WIDE,
-        CUT,
-    ),
+    "latent chunks, TP and SP": (2, Layout(tp=2, sequence_parallel=True), dict(folded_runs.LATENT) | WIDE, CUT),
 }
 QUICK = LAYOUTS.keys() - {"latent chunks, TP and SP", "latent, TP and SP", "PP"}
 

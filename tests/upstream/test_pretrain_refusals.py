@@ -80,13 +80,11 @@ WITHOUT_ARGUMENT = {"fused_single_qkv_rope", "experimental_attention_variant", "
 WITHOUT_ARGUMENT |= {"dsa_indexer_loss_coeff"}
 WITHOUT_ARGUMENT |= {"fp8_dot_product_attention", "fp8_multi_head_attention"}
 WITHOUT_ARGUMENT |= {"fp8 with experimental_attention_variant"}  # TransformerEngine has these layers
-# The error from its start.
+# The error from its start; unit/test_argument_rules.py has those that need no Megatron-LM.
 OTHER = [
-    ("--position-embedding-type mrope", "prefix-tree training does not support --position-embedding-type mrope: "),
     ("--window-size 16,0 --prefix-tree-attention-backend path", "attention backend 'path' does not support window=17 "),
     ("--window-size 16,0 --prefix-tree-attention-backend auto", "attention backend 'auto' finds none that supports"),
     ("--prefix-tree-attention-backend triton", "attention backend 'triton' does not support "),
-    ("--prefix-tree-attention-backend nope", "attention backend 'nope' does not exist; "),
     (
         "--position-embedding-type learned_absolute --max-position-embeddings 32",
         "Megatron-LM does not take these arguments: max_position_embeddings (32) must be greater than or equal to "
@@ -105,8 +103,6 @@ OTHER = [
     ),
     ("--hidden-size 30", "Megatron-LM does not take these arguments: assert args.hidden_size % args.num_attention_hea"),
     ("--prefix-tree-max-token 3", "unrecognized arguments: --prefix-tree-max-token 3"),
-    ("--prefix-tree-data-path nope.jsonl", "nope.jsonl: no such file in "),
-    ("--prefix-tree-valid-data-path nope/*.jsonl", "nope/*.jsonl: this glob matches no file in "),
     ("--prefix-tree-max-tokens x", "argument --prefix-tree-max-tokens: 'x' is not a number of at most 2147483647"),
     ("--prefix-tree-chat-template-kwargs [3]", "argument --prefix-tree-chat-template-kwargs: '[3]' is not a JSON o"),
     ("--prefix-tree-chat-template-kwargs {", "argument --prefix-tree-chat-template-kwargs: '{' is not JSON (Expe"),
@@ -146,10 +142,6 @@ OTHER = [
         "Megatron-LM does not take these arguments: When interleaved schedule is used and p2p ",
     ),
     (
-        "--prefix-tree-order folded --prefix-tree-streaming",
-        "--prefix-tree-order=folded sorts all samples in memory and needs no --prefix-tree-streaming; or use ",
-    ),
-    (
         "--prefix-tree-objective critic --ckpt-format torch",
         "prefix-tree training does not support --ckpt-format torch with --prefix-tree-objective critic: only torch",
     ),
@@ -169,7 +161,6 @@ OTHER = [
         "--prefix-tree-score s.jsonl --prefix-tree-objective critic --prefix-tree-score-teacher-top-k 2",
         "--prefix-tree-score-teacher-top-k requires a vocabulary, and --prefix-tree-objective=critic has none",
     ),
-    ("--prefix-tree-score-all-tokens", "--prefix-tree-score-all-tokens needs --prefix-tree-score FILE"),
     (
         "--hybrid-override-pattern *-/*-",
         "--hybrid-layer-pattern without --spec: Megatron-Core's own hybrid layers are TransformerEngine's, which is not"

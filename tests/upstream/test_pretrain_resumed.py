@@ -64,10 +64,7 @@ def copied(folder: Path, target: Path) -> Path:
     [
         ("", "was trained on as many samples as --prefix-tree-data-path gives, but not the same"),
         ("--seed 7", "was trained with seed=1234, this job has seed=7 (--seed)"),
-        (
-            "--prefix-tree-order file",
-            "was trained with order=shuffled, this job has order=file (--prefix-tree-order)",
-        ),
+        ("--prefix-tree-order file", "was trained with order=shuffled, this job has order=file (--prefix-tree-order)"),
     ],
     ids=["samples", "seed", "order"],
 )

@@ -40,12 +40,7 @@ from mcore_prefix_tree.mcore.release import installed_version
 require_checkout()
 
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
-LAYOUTS = {
-    "tp2": (2, TP2),
-    "pp2": (2, PP2),
-    "dp2": (2, ""),
-    "tp2-sp-pp2": (4, f"{TP2} --sequence-parallel {PP2}"),
-}
+LAYOUTS = {"tp2": (2, TP2), "pp2": (2, PP2), "dp2": (2, ""), "tp2-sp-pp2": (4, f"{TP2} --sequence-parallel {PP2}")}
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-router-load-balancing-type none"
 # As MODEL.
 RECIPE = f"""

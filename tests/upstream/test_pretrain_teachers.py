@@ -213,10 +213,7 @@ def test_a_teacher_of_the_same_vocabulary_is_its_rows(tmp_path: Path, layout: st
             "=3 does not divide the 1 ranks of a pipeline stage",
         ),
         pytest.param(
-            {"top_k": 10**6},
-            "",
-            "--prefix-tree-objective-options.top_k=1000000 is more than the",
-            marks=pytest.mark.ci,
+            {"top_k": 10**6}, "", "--prefix-tree-objective-options.top_k=1000000 is more than the", marks=pytest.mark.ci
         ),
         pytest.param(
             {"projection": None},
@@ -227,12 +224,7 @@ def test_a_teacher_of_the_same_vocabulary_is_its_rows(tmp_path: Path, layout: st
         pytest.param(
             {}, "--prefix-tree-no-fused-head", "--prefix-tree-no-fused-head keeps all logits", marks=pytest.mark.slow
         ),
-        pytest.param(
-            {},
-            "--prefix-tree-teacher none.yaml",
-            "none.yaml",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param({}, "--prefix-tree-teacher none.yaml", "none.yaml", marks=pytest.mark.slow),
     ],
 )
 def test_mistakes_get_one_sentence(folder: Path, changes: dict[str, object], arguments: str, says: str) -> None:

@@ -7,13 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from megatron_lm import (
-    ENTRY,
-    LOSS,
-    Stock,
-    require_checkout,
-    trained,
-)
+from megatron_lm import ENTRY, LOSS, Stock, require_checkout, trained
 
 require_checkout()
 event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")

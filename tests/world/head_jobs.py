@@ -12,9 +12,34 @@ from unittest import mock
 
 import numpy as np
 import torch
-from harness.folded_jobs import VOCAB, tree_spec
+import torch.distributed as dist
+from harness.folded_jobs import VOCAB, folding_of, stock_spec, tree_spec
+from harness.kept_sets import with_sets
+from harness.models import Trainer, build_chunks, tiny_gpt_config
+from harness.seam_runs import score_alone
+from harness.weights import fill
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
 
 from mcore_prefix_tree import Sample, fold
+from mcore_prefix_tree.cpu.specs import cpu_spec
+from mcore_prefix_tree.layout.tree_chunks import join_scores
+from mcore_prefix_tree.logprob import (
+    Edges,
+    Head,
+    edge_logprobs,
+    head_edge_loss,
+    head_logprobs,
+    head_weighted_sum,
+    kept_logits,
+)
+from mcore_prefix_tree.mcore import with_edge_head
+from mcore_prefix_tree.mcore.engine.carried_trees import fold_carrying
+from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
+from mcore_prefix_tree.mcore.engine.scoring import ScoringStep
+from mcore_prefix_tree.mcore.outputs import EdgeLoss, Logprobs
+from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
+from mcore_prefix_tree.objectives import LossOutput, LossRows
 
 HIDDEN = 6
 COLUMNS = (23, 11, 7)  # of each rank: no two have as many
@@ -24,8 +49,6 @@ def head_problem(
     dtype: torch.dtype, padding: int = 0, masked: bool = False
 ) -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor]:
     """A layout, hidden states ``[P, h]``, the full weight and temperatures ``[P]``."""
-    from harness.kept_sets import with_sets
-
     generator = torch.Generator().manual_seed(3)
     vocabulary = sum(COLUMNS)
     tokens = torch.randint(0, vocabulary - padding, (9, 4), generator=generator).tolist()
@@ -44,18 +67,6 @@ def uneven_head(
 
     So many of the last ranks' columns are padding, which the oracle does not have.
     """
-    import torch.distributed as dist
-
-    from mcore_prefix_tree.logprob import (
-        Edges,
-        Head,
-        edge_logprobs,
-        head_edge_loss,
-        head_logprobs,
-        head_weighted_sum,
-        kept_logits,
-    )
-
     layout, hidden, weight, temperature = head_problem(dtype, padding, masked)
     rank, size = dist.get_rank(), dist.get_world_size()
     # A single rank has all columns: the oracle.
@@ -127,40 +138,17 @@ class Seen:
     reports_entropy = False
 
     def loss(self, scores: torch.Tensor, entropy: None, rows: Any) -> Any:
-        from mcore_prefix_tree.objectives import LossOutput
-
         self.logprob = scores.detach()
         return LossOutput(loss=scores.sum())
 
 
 def scores_and_first_ratios(layout: Any, job: ScoringJob, samples: Sequence[Sample]) -> tuple[Any, list[Any]]:
     """Every rank: all samples' scores, and on its last stage the ratios of the first training step that follows."""
-    from harness.models import Trainer, build_chunks, tiny_gpt_config
-    from megatron.core import parallel_state
-
-    from mcore_prefix_tree.layout import Padding
-    from mcore_prefix_tree.layout.tree_chunks import join_scores
-    from mcore_prefix_tree.mcore import with_edge_head
-    from mcore_prefix_tree.mcore.engine.carried_trees import fold_carrying
-    from mcore_prefix_tree.mcore.engine.folding import Folding
-    from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
-    from mcore_prefix_tree.mcore.engine.scoring import ScoringStep
-    from mcore_prefix_tree.mcore.outputs import EdgeLoss, Logprobs
-    from mcore_prefix_tree.objectives import LossRows
-
     config = tiny_gpt_config(layout=layout, dtype=job.dtype, **dict(job.config))
     chunks = build_chunks(config, tree_spec, vocab_size=job.vocab_size)
     trainer = Trainer.of([with_edge_head(chunk) for chunk in chunks])
-    folding = Folding(
-        max_tokens=job.max_tokens,
-        dp_size=parallel_state.get_data_parallel_world_size(),
-        cost_model=None,
-        device=torch.device("cpu"),
-        micro_batch_multiple=layout.pp if layout.vpp else 1,
-        padding=Padding(multiple=layout.tp if layout.sequence_parallel else 1, buckets=()),
-        only_supervised=not job.all_tokens,
-        over_budget=job.over_budget,
-    )
+    scored_only = not job.all_tokens
+    folding = folding_of(layout, job.max_tokens, only_supervised=scored_only, over_budget=job.over_budget)
     step = ScoringStep.plan(samples, folding, all_tokens=job.all_tokens)
     scores = step.score(trainer.chunks, Logprobs(entropy=job.entropy, fused=job.fused))
 
@@ -192,32 +180,15 @@ def scores_and_first_ratios(layout: Any, job: ScoringJob, samples: Sequence[Samp
 
 def stock_scores(layout: Any, job: ScoringJob, samples: Sequence[Sample]) -> list[tuple[np.ndarray, np.ndarray]]:
     """One process, stock specs, each sample by itself: log-probabilities and entropies of its predicted tokens."""
-    from harness.folded_jobs import stock_spec
-    from harness.models import build_chunks, tiny_gpt_config
-
     config = tiny_gpt_config(layout=layout, dtype=torch.float64, **dict(job.config))
     (model,) = build_chunks(config, stock_spec, vocab_size=job.vocab_size)
-    rows = []
-    for sample in samples:
-        ids = torch.tensor(sample.tokens.tolist()).unsqueeze(0)
-        with torch.no_grad():
-            logits = model(ids, torch.arange(len(sample)).unsqueeze(0), None)[0, :-1]
-        every = torch.log_softmax(logits / sample.temperature, dim=-1)
-        rows.append((every.gather(1, ids[0, 1:, None])[:, 0].numpy(), -(every.exp() * every).sum(dim=1).numpy()))
-    return rows
+    with torch.no_grad():
+        found = [score_alone(model, sample) for sample in samples]
+    return [(logprob.numpy(), entropy[:-1].numpy()) for logprob, entropy in found]
 
 
 def scores_and_gradients(layout: Any, parallel_output: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Unfused log-probabilities of a ``GPTModel``, and the gradients of their sum."""
-    from harness.models import tiny_gpt_config
-    from harness.weights import fill
-    from megatron.core.models.gpt import GPTModel
-
-    from mcore_prefix_tree.cpu.specs import cpu_spec
-    from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
-    from mcore_prefix_tree.mcore.outputs import Logprobs
-    from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
-
     config = tiny_gpt_config(layout=layout)
     model = GPTModel(
         config,

@@ -8,15 +8,24 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from harness.added_losses import OFF, AddedLosses, without_losses
-from harness.folded_jobs import VOCAB, branching_samples, in_precision_of, stock_spec, tree_spec
+from harness.folded_jobs import VOCAB, branching_samples, folding_of, in_precision_of, stock_spec, tree_spec
 from harness.kept_sets import with_sets
+from harness.losses import divided
+from harness.models import Trainer, build_chunks, tiny_gpt_config
+from harness.weights import Piece, fill, local_parts, uniform
 from harness.worlds import Layout
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.timers import Timers
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from objective_oracles import (
     Alone,
     ValuesAlone,
@@ -32,7 +41,20 @@ from objective_oracles import (
 )
 
 from mcore_prefix_tree import Sample
-from mcore_prefix_tree.layout import Padding
+from mcore_prefix_tree.logprob import head_chunks
+from mcore_prefix_tree.mcore.engine.job import Job as Resolved
+from mcore_prefix_tree.mcore.engine.known_shapes import LateGroups, LoopCommunicator
+from mcore_prefix_tree.mcore.engine.scoring import score
+from mcore_prefix_tree.mcore.engine.step_planner import fold_step
+from mcore_prefix_tree.mcore.engine.tree_losses import make_hook
+from mcore_prefix_tree.mcore.megatron_lm.step_batches import DealtStep
+from mcore_prefix_tree.mcore.outputs import TopLogprobs, Values
+from mcore_prefix_tree.mcore.seam.multi_token import with_multi_token
+from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
+from mcore_prefix_tree.mcore.seam.scalar_output_layer import with_scalar_head
+from mcore_prefix_tree.mcore.teachers.teacher_model import TeacherModel
+from mcore_prefix_tree.objectives import add_means, make_objective
+from mcore_prefix_tree.plan import ModelWork
 from mcore_prefix_tree.signals import Signals
 from mcore_prefix_tree.utils.choices import OverBudget
 
@@ -109,23 +131,6 @@ def make_samples() -> list[Sample]:
 
 def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[Outcome, list[Any]]:
     """Every rank: the trainer's own planning and forward step, and its part of the gradients."""
-    import torch.distributed as dist
-    from harness.losses import divided
-    from harness.models import Trainer, build_chunks, tiny_gpt_config
-    from harness.weights import fill, local_parts
-    from megatron.core import parallel_state
-
-    from mcore_prefix_tree.logprob import head_chunks as head_chunks
-    from mcore_prefix_tree.mcore.engine.folding import Folding
-    from mcore_prefix_tree.mcore.engine.job import Job as Resolved
-    from mcore_prefix_tree.mcore.engine.step_planner import fold_step
-    from mcore_prefix_tree.mcore.engine.tree_losses import make_hook
-    from mcore_prefix_tree.mcore.seam.multi_token import with_multi_token
-    from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
-    from mcore_prefix_tree.mcore.seam.scalar_output_layer import with_scalar_head
-    from mcore_prefix_tree.objectives import add_means, make_objective
-    from mcore_prefix_tree.plan import ModelWork
-
     config = tiny_gpt_config(layout=layout, dtype=job.dtype, **dict(job.config))
     chunks = build_chunks(config, tree_spec, vocab_size=job.vocab_size)
     objective: Any = make_objective(job.name, dict(job.options))
@@ -135,30 +140,17 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[Ou
     elif job.fused_head:
         chunks = [with_multi_token(with_edge_head(chunk)) for chunk in chunks]
     trainer, samples = Trainer.of(chunks, overlap_grad_reduce=job.in_loop), job.on(samples)
-    folding = Folding(
-        max_tokens=job.max_tokens,
-        dp_size=parallel_state.get_data_parallel_world_size(),
-        cost_model=None,
-        device=torch.device("cpu"),
-        micro_batch_multiple=layout.pp if layout.vpp else 1,
-        padding=Padding(multiple=layout.tp if layout.sequence_parallel else 1),
+    folding = folding_of(
+        layout,
+        job.max_tokens,
         only_supervised=job.fused_head,
         over_budget=job.over_budget,
         scores_first=not objective.sums_edges,
         depths=config.mtp_num_layers or 0,
     )
-    resolved = Resolved(
-        objective=objective,
-        folding=folding,
-        dp_rank=parallel_state.get_data_parallel_rank(),
-        config=config,
-        work=ModelWork.from_dimensions(
-            num_layers=1, hidden_size=8, ffn_hidden_size=8, num_attention_heads=1, vocab_size=VOCAB
-        ),
-        fused_head=job.fused_head,
-        hook=teacher_of(job, layout) if job.teacher_config else make_hook(objective, folding),
-    )
-    step, divisor = fold_step(samples, resolved), objective.targets(samples).divisor
+    hook = teacher_of(job, layout) if job.teacher_config else make_hook(objective, folding)
+    resolved = resolve(objective, folding, config, hook, fused_head=job.fused_head)
+    step = fold_step(samples, resolved)
     several = (1, 3)  # rows of the head: several chunks even here
     with mock.patch.object(head_chunks, "_CPU", several), in_precision_of(job):
         if job.in_loop:
@@ -166,6 +158,27 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[Ou
         else:
             batches = resolved.hook.before_step(step.micro_batches, resolved.forward(trainer.chunks))
             reported = trainer.backward(resolved.forward_step, batches, seq_length=1)
+    outcome = outcome_of(reported, step, objective, samples)
+    return outcome, local_parts(trainer.chunks, lambda parameter: parameter.main_grad)
+
+
+def resolve(objective: Any, folding: Any, config: Any, hook: Any, **more: Any) -> Resolved:
+    """A job of this rank; its work is only reported."""
+    return Resolved(
+        objective=objective,
+        folding=folding,
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        config=config,
+        work=ModelWork.from_dimensions(
+            num_layers=1, hidden_size=8, ffn_hidden_size=8, num_attention_heads=1, vocab_size=VOCAB
+        ),
+        hook=hook,
+        **more,
+    )
+
+
+def outcome_of(reported: Sequence[Any], step: Any, objective: Any, samples: Sequence[Sample]) -> Outcome:
+    """Add up what the ranks report of a step."""
     parts: list[Any] = [None] * dist.get_world_size()
     speaks = bool(reported) and parallel_state.get_tensor_model_parallel_rank() == 0
     own = (
@@ -174,28 +187,21 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[Ou
         add_means(entry.get("metrics", {}) for entry in reported),  # a weighted sum reports none
     )
     dist.all_gather_object(parts, own if speaks else (0.0, 0, {}))
+    divisor = objective.targets(samples).divisor
     assert sum(count for _, count, _ in parts) == divisor
-    outcome = Outcome(
+    here = [samples[index] for indices in step.sample_index for index in indices]
+    return Outcome(
         loss=sum(loss for loss, _, _ in parts) / divisor,
         metrics=divided(add_means(metrics for _, _, metrics in parts)),
         micro_batches=len(step.micro_batches),
         carried_tokens=step.carried_tokens,
-        tokens_here=sum(len(samples[index]) for indices in step.sample_index for index in indices),
-        groups_here=frozenset(samples[index].signals.group for indices in step.sample_index for index in indices),
+        tokens_here=sum(map(len, here)),
+        groups_here=frozenset(sample.signals.group for sample in here),
     )
-    return outcome, local_parts(trainer.chunks, lambda parameter: parameter.main_grad)
 
 
 def step_in_loop(job: Any, batches: Sequence[Any], bare: Sequence[Any], trainer: Any) -> list[Any]:
     """Run a step as Megatron-LM's loop does, whose schedule begins without knowing of work before it."""
-    from types import SimpleNamespace
-
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.timers import Timers
-
-    from mcore_prefix_tree.mcore.engine.known_shapes import LateGroups, LoopCommunicator
-    from mcore_prefix_tree.mcore.megatron_lm.step_batches import DealtStep
-
     step, chunks, config = DealtStep(batches, job, chunks=len(bare)), trainer.chunks, trainer.config
     communicator = LoopCommunicator(SimpleNamespace(begin_step=step.begin, list_sizes=step.list_sizes))
     for chunk in bare:
@@ -227,12 +233,6 @@ def step_in_loop(job: Any, batches: Sequence[Any], bare: Sequence[Any], trainer:
 
 def teacher_of(job: Job, layout: Layout) -> Any:
     """A model of another size and other weights."""
-    from harness.models import build_chunks, tiny_gpt_config
-    from harness.weights import fill
-
-    from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
-    from mcore_prefix_tree.mcore.teachers.teacher_model import TeacherModel
-
     config = tiny_gpt_config(layout=layout, dtype=job.dtype, **dict(job.teacher_config))
     chunks = [with_edge_head(chunk) for chunk in build_chunks(config, tree_spec, vocab_size=job.vocab_size)]
     fill(chunks, seed=TEACHER_SEED)
@@ -243,64 +243,26 @@ ORACLES: dict[str, Any] = {"dpo": pair_loss, "ipo": pair_loss, "kto": kto_loss, 
 
 
 def teacher_rows(
-    layout: Layout,
-    samples: Sequence[Sample],
-    max_tokens: int,
-    k: int,
-    vocab_size: int = VOCAB,
-    changes: Options = (),
+    layout: Layout, samples: Sequence[Sample], max_tokens: int, k: int, vocab_size: int = VOCAB, changes: Options = ()
 ) -> list[Any]:
     """Every rank: the likeliest tokens of every prediction of all samples."""
-    from harness.models import build_chunks, tiny_gpt_config
-    from megatron.core import parallel_state
-
-    from mcore_prefix_tree.mcore.engine.folding import Folding
-    from mcore_prefix_tree.mcore.engine.scoring import score
-    from mcore_prefix_tree.mcore.outputs import TopLogprobs
-    from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
-
     config = tiny_gpt_config(layout=layout, dtype=torch.float64, **dict(changes))
     chunks = [with_edge_head(chunk) for chunk in build_chunks(config, tree_spec, vocab_size=vocab_size)]
-    folding = Folding(
-        max_tokens=max_tokens,
-        dp_size=parallel_state.get_data_parallel_world_size(),
-        cost_model=None,
-        device=torch.device("cpu"),
-        padding=Padding(multiple=layout.tp if layout.sequence_parallel else 1),
-    )
+    folding = folding_of(layout, max_tokens)
     return [(top.scored, top.teacher) for top in score(chunks, samples, folding, TopLogprobs(k=k))]
 
 
 def value_rows(layout: Layout, samples: Sequence[Sample], max_tokens: int) -> list[Any]:
     """Every rank: the scalar head's values of all samples."""
-    from harness.models import build_chunks, tiny_gpt_config
-    from harness.weights import fill
-    from megatron.core import parallel_state
-
-    from mcore_prefix_tree.mcore.engine.folding import Folding
-    from mcore_prefix_tree.mcore.engine.scoring import score
-    from mcore_prefix_tree.mcore.outputs import Values
-    from mcore_prefix_tree.mcore.seam.scalar_output_layer import with_scalar_head
-
     config = tiny_gpt_config(layout=layout, dtype=torch.float64)
     chunks = [with_scalar_head(chunk) for chunk in build_chunks(config, tree_spec, vocab_size=VOCAB)]
     fill(chunks)
-    folding = Folding(
-        max_tokens=max_tokens,
-        dp_size=parallel_state.get_data_parallel_world_size(),
-        cost_model=None,
-        device=torch.device("cpu"),
-        micro_batch_multiple=layout.pp if layout.vpp else 1,
-        padding=Padding(multiple=layout.tp if layout.sequence_parallel else 1),
-    )
+    folding = folding_of(layout, max_tokens)
     return [(one.scored, one.values, one.last) for one in score(chunks, samples, folding, Values())]
 
 
 def stock_values(samples: Sequence[Sample]) -> list[np.ndarray]:
     """One process, stock specs, each sample by itself: ``[n]``, after each token."""
-    from harness.models import build_chunks, tiny_gpt_config
-    from harness.weights import uniform
-
     config = tiny_gpt_config(layout=Layout(), dtype=torch.float64)
     (model,) = build_chunks(config, stock_spec, vocab_size=VOCAB)
     alone = OneByOne(model)
@@ -312,8 +274,6 @@ def stock_distributions(
     samples: Sequence[Sample], vocab_size: int = VOCAB, changes: Options = ()
 ) -> list[torch.Tensor]:
     """One process, stock specs, each sample by itself: ``[n - 1, V]``."""
-    from harness.models import build_chunks, tiny_gpt_config
-
     config = tiny_gpt_config(layout=Layout(), dtype=torch.float64, **dict(changes))
     (model,) = build_chunks(config, stock_spec, vocab_size=vocab_size)
     alone = OneByOne(model)
@@ -321,18 +281,7 @@ def stock_distributions(
 
 
 def unfolded_step(job: Job, samples: Sequence[Sample], rounded: bool) -> tuple[float, list[Any]]:
-    """One process, stock specs, each sample by itself, the formulas token by token.
-
-    Args:
-        job: how it is cut has no meaning here.
-        samples: of the step.
-        rounded: the weights are those of bfloat16.
-    """
-    from harness.models import build_chunks, tiny_gpt_config
-    from harness.weights import Piece, fill, local_parts, uniform
-
-    from mcore_prefix_tree.objectives import make_objective
-
+    """One process, stock specs, each sample by itself, token by token; ``rounded`` to the weights of bfloat16."""
     samples = job.on(samples)
     settings = dict(job.config)
     config = tiny_gpt_config(layout=Layout(), dtype=job.dtype, **without_losses(settings))
@@ -414,7 +363,6 @@ class OneByOne:
 
     def add_depths(self, samples: Sequence[Sample], divisor: torch.Tensor) -> None:
         """Add runs with the depths' losses alone: a mean over the scored tokens, which the divisor divides again."""
-        from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
         scored = sum(np.count_nonzero(sample.loss_mask[1:]) for sample in samples)
         MTPLossAutoScaler.set_loss_scale(divisor.double() / scored)

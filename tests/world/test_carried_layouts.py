@@ -97,11 +97,7 @@ def test_layouts_train_sparse_attention(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "recompute"),
-    [
-        ("ep2", ()),
-        pytest.param("pp2", (), marks=pytest.mark.ci),
-        pytest.param("tp2-sp", FULL, marks=pytest.mark.ci),
-    ],
+    [("ep2", ()), pytest.param("pp2", (), marks=pytest.mark.ci), pytest.param("tp2-sp", FULL, marks=pytest.mark.ci)],
 )
 def test_experts_are_balanced_as_of_separate_samples(name: str, recompute: tuple[tuple[str, object], ...]) -> None:
     """The second of two steps, with the biases that the first has updated, and the losses of experts."""

@@ -89,13 +89,7 @@ def test_a_rank_without_samples() -> None:
         pytest.param(2, Layout(ep=2), Job(config=BALANCED), id="balanced-ep2", marks=pytest.mark.ci),
         pytest.param(2, Layout(pp=2), Job(config=BALANCED), id="balanced-pp2", marks=pytest.mark.ci),
         pytest.param(2, Layout(tp=2), Job(backend="reference"), id="reference-tp2", marks=pytest.mark.ci),
-        pytest.param(
-            2,
-            Layout(tp=2),
-            Job(config=RECOMPUTE),
-            id="full-recompute-tp2",
-            marks=pytest.mark.ci,
-        ),
+        pytest.param(2, Layout(tp=2), Job(config=RECOMPUTE), id="full-recompute-tp2", marks=pytest.mark.ci),
     ],
 )
 def test_other_models(size: int, layout: Layout, job: Job) -> None:

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import functools
-import itertools
 
 import numpy as np
 import pytest
 import torch
-from harness.folded_jobs import Job, branching_samples, folded_gradients, unfolded_gradients
+from harness.folded_jobs import Job
+from harness.folded_runs import FP64, LONGEST, SAMPLES, check, folded, oracle
 from harness.layouts import in_layouts
-from harness.weights import assemble
 from harness.worlds import Layout, world
-from head_jobs import (
-    COLUMNS,
-    ScoringJob,
-    scores_and_first_ratios,
-    scores_and_gradients,
-    stock_scores,
-    uneven_head,
-)
+from head_jobs import COLUMNS, ScoringJob, scores_and_first_ratios, scores_and_gradients, stock_scores, uneven_head
 
 from mcore_prefix_tree import Sample
 from mcore_prefix_tree.sample import Tempered
 
-SAMPLES = branching_samples()
-LONGEST = max(len(sample) for sample in SAMPLES)
 WARM = [
     Sample(tokens=s.tokens, loss_mask=s.loss_mask, merge_key=Tempered(temperature=0.7 if i % 3 else 1.3, key=None))
     for i, s in enumerate(SAMPLES)
@@ -86,12 +76,6 @@ def test_kept_sets_of_a_vocabulary_in_uneven_parts(dtype: torch.dtype, limit: fl
     assert error(torch.cat([part[4] for part in parts])[: len(whole[4])], whole[4]) < limit
 
 
-@functools.cache
-def oracle(job: Job) -> tuple[float, dict[str, torch.Tensor]]:
-    ((loss, parts),) = world(1).run(unfolded_gradients, Layout(), job, SAMPLES, layout=Layout())
-    return loss, assemble(parts)
-
-
 # Every layout with each way and with each kind of embeddings; all three together are slow.
 @pytest.mark.parametrize(
     ("way", "share_embeddings"),
@@ -105,13 +89,7 @@ def oracle(job: Job) -> tuple[float, dict[str, torch.Tensor]]:
 @in_layouts("tp2-sp", "pp2-vpp2", "dp2", ci=["tp2", "pp2"], slow=["tp2-sp-pp2-vpp2", "tp2-dp2"])
 def test_every_parameters_gradient(size: int, layout: Layout, share_embeddings: bool, way: str) -> None:
     job = Job(max_tokens=LONGEST + 10, share_embeddings=share_embeddings, way=way)
-    results = world(size).run(folded_gradients, layout, job, SAMPLES, layout=layout)
-    loss, expected = oracle(Job(share_embeddings=share_embeddings))
-    assert abs(results[0][0] - loss) <= 1e-12 * abs(loss)
-    actual = assemble(itertools.chain.from_iterable(parts for _, parts, _ in results))
-    assert actual.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert error(actual[name], tensor) <= 1e-12, name
+    check(folded(size, layout, job), oracle(Job(share_embeddings=share_embeddings)), FP64)
 
 
 @in_layouts("single", "tp2", "tp2-sp")

@@ -14,11 +14,7 @@ from megatron.core.transformer import multi_latent_attention
 
 from mcore_prefix_tree.mcore.release import HAS_DEPTHS, NEEDS_DEPTHS
 
-RECOMPUTE = (
-    ("recompute_granularity", "full"),
-    ("recompute_method", "uniform"),
-    ("recompute_num_layers", 1),
-)
+RECOMPUTE = (("recompute_granularity", "full"), ("recompute_method", "uniform"), ("recompute_num_layers", 1))
 
 NEEDS_PROCESSOR = pytest.mark.skipif(not HAS_OUTPUT_PROCESSOR, reason="came with megatron-core 0.18")
 

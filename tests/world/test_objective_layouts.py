@@ -39,8 +39,7 @@ FP64 = 1e-12
 # Both runs are off by rounding, and one batch is one draw of it: use the limits of verify.
 FACTOR = 3.0
 GRPO = Job(
-    name="grpo",
-    options=(("kl_coef", 0.05), ("entropy_coef", 0.01), ("clip_eps_low", 0.05), ("clip_eps_high", 0.05)),
+    name="grpo", options=(("kl_coef", 0.05), ("entropy_coef", 0.01), ("clip_eps_low", 0.05), ("clip_eps_high", 0.05))
 )
 DPO = Job(name="dpo")
 GSPO = Job(name="gspo")

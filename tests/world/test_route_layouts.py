@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from harness.folded_jobs import VOCAB, Job, unfolded_gradients
+from harness.folded_jobs import VOCAB, Job, folding_of, tree_spec, unfolded_gradients
 from harness.folded_runs import FP32_INSIDE, LONGEST, MOE, SAMPLES, Result, check, folded
 from harness.layouts import every_way, in_layouts, shallow
+from harness.models import build_chunks, tiny_gpt_config
 from harness.routes import with_routes
 from harness.torchrun_jobs import TP2, run
 from harness.train_jobs import rows, write_job
@@ -21,6 +22,9 @@ from harness.worlds import Layout, world
 from inside_jobs import InsideJob, inside_gradients
 
 from mcore_prefix_tree import Sample
+from mcore_prefix_tree.mcore.engine.score_files import score_and_record
+from mcore_prefix_tree.mcore.engine.scoring import ScoringStep
+from mcore_prefix_tree.mcore.outputs import Logprobs
 from mcore_prefix_tree.mcore.release import HAS_HYBRID_MODEL
 from mcore_prefix_tree.mcore.seam.hybrid_layers import NEEDS_NEWER
 
@@ -75,26 +79,9 @@ def test_routes_inside_the_model(size: int, layout: Layout) -> None:
 
 def recorded(layout: Layout) -> list[np.ndarray]:
     """The experts that the writing rank gets for each sample, ascending."""
-    from harness.folded_jobs import tree_spec
-    from harness.models import build_chunks, tiny_gpt_config
-    from megatron.core import parallel_state
-
-    from mcore_prefix_tree.layout import Padding
-    from mcore_prefix_tree.mcore.engine.folding import Folding
-    from mcore_prefix_tree.mcore.engine.score_files import score_and_record
-    from mcore_prefix_tree.mcore.engine.scoring import ScoringStep
-    from mcore_prefix_tree.mcore.outputs import Logprobs
-
     config = tiny_gpt_config(layout=layout, dtype=torch.float64, **dict(MOE), moe_layer_freq=[0, 1, 1, 1])
     chunks = build_chunks(config, tree_spec, vocab_size=VOCAB)
-    folding = Folding(
-        max_tokens=LONGEST + 10,
-        dp_size=parallel_state.get_data_parallel_world_size(),
-        cost_model=None,
-        device=torch.device("cpu"),
-        padding=Padding(multiple=layout.tp if layout.sequence_parallel else 1),
-        micro_batch_multiple=layout.pp if layout.vpp else 1,
-    )
+    folding = folding_of(layout, LONGEST + 10)
     step = ScoringStep.plan(SAMPLES, folding, for_main_rank=True)
     _, routes = score_and_record(step, chunks, Logprobs(fused=False), config)
     return [np.sort(one.ids) for one in routes]

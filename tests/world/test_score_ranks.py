@@ -9,10 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from harness.folded_jobs import VOCAB as IDS
 from harness.folded_jobs import branching_samples, tree_spec
+from harness.models import build_chunks, tiny_gpt_config
 from harness.torchrun_jobs import VOCAB, rows, run, write_job
 from harness.worlds import Layout, world
+
+from mcore_prefix_tree.mcore.engine.folding import Folding
+from mcore_prefix_tree.mcore.engine.scoring import ScoreError, ScoringStep
+from mcore_prefix_tree.mcore.outputs import Logprobs
+from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
 
 RECIPE = f"""
 model: {{num_layers: 2, hidden_size: 32, num_attention_heads: 4, num_query_groups: 2, vocab_size: {VOCAB}}}
@@ -79,14 +86,6 @@ def test_a_missing_checkpoint_is_one_sentence(scored: tuple[Path, list[dict[str,
 
 def score_twice(layout: Layout) -> tuple[list[Any], list[Any], str]:
     """Scores that a rank gets for all ranks and for the main one, and its error for another rank's NaN."""
-    import torch.distributed as dist
-    from harness.models import build_chunks, tiny_gpt_config
-
-    from mcore_prefix_tree.mcore.engine.folding import Folding
-    from mcore_prefix_tree.mcore.engine.scoring import ScoreError, ScoringStep
-    from mcore_prefix_tree.mcore.outputs import Logprobs
-    from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
-
     config = tiny_gpt_config(layout=layout, dtype=torch.float64)
     (chunk,) = (with_edge_head(one) for one in build_chunks(config, tree_spec, vocab_size=IDS))
     folding = Folding(max_tokens=60, dp_size=layout.dp(2), cost_model=None, device=torch.device("cpu"))

@@ -9,19 +9,17 @@ from unittest import mock
 
 import pytest
 import torch
-from harness.models import LENGTHS, VOCAB, forward_step, microbatches
+import torch.distributed as dist
+from harness.checkpoints import plain_content
+from harness.models import LENGTHS, VOCAB, Trainer, build_chunks, forward_step, microbatches, tiny_gpt_config
 from harness.worlds import Layout, world
+from megatron.core import dist_checkpointing
+
+from mcore_prefix_tree.mcore.checkpoints import checkpoint
 
 
 def save_twice(folder: Path) -> tuple[bool, list[str], bool]:
     """Whether this rank gathers the optimizer's state, the warnings, and whether all of it is saved."""
-    import torch.distributed as dist
-    from harness.checkpoints import plain_content
-    from harness.models import Trainer, build_chunks, tiny_gpt_config
-    from megatron.core import dist_checkpointing
-
-    from mcore_prefix_tree.mcore.checkpoints import checkpoint
-
     config = tiny_gpt_config(layout=Layout(), dtype=torch.float32)
     trainer = Trainer.of(build_chunks(config, vocab_size=VOCAB, seed=0), distributed_optimizer=True)
     trainer.step(forward_step, microbatches()[dist.get_rank() :: 2], seq_length=max(LENGTHS))

@@ -81,11 +81,7 @@ def in_one_process(job: Path, name: str) -> tuple[Path, list[dict[str, float]]]:
 # test_objective_layouts tests an objective's results in each layout; that its head is saved and read in each,
 # by a critic's.
 # A job takes half a minute on two cores: each layout once.
-CASES = [
-    ("grpo", "tensor and sequence"),
-    ("critic", "pipeline"),
-    ("dpo", "data"),
-]
+CASES = [("grpo", "tensor and sequence"), ("critic", "pipeline"), ("dpo", "data")]
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)

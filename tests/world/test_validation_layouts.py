@@ -72,12 +72,7 @@ def one_process(job: Path) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param((), id="data parallel"),
-    ],
-)
+@pytest.mark.parametrize("layout", [pytest.param((), id="data parallel")])
 def test_two_ranks_evaluate_like_one(
     job: Path, one_process: list[dict[str, Any]], layout: tuple[str, ...], request: pytest.FixtureRequest
 ) -> None:

@@ -7,6 +7,8 @@ import itertools
 from dataclasses import replace
 
 import pytest
+from harness.folded_runs import FP64
+from harness.folded_runs import check as equal
 from harness.layouts import LAYOUTS, every_way, in_layouts, shallow
 from harness.marks import mostly_in_ci, quick
 from harness.weights import assemble
@@ -24,10 +26,7 @@ MODES = {
     "alm": Job(options=(("mode", "alm"), ("theta", 2.0), ("ce_weight", 1.0))),
     "uld": Job(options=(("mode", "uld"),)),
 }
-SEVERAL = {
-    "weights": (("teacher_weights", [0.25, 1.5]),),
-    "equal weights": (),
-}
+SEVERAL = {"weights": (("teacher_weights", [0.25, 1.5]),), "equal weights": ()}
 
 
 @functools.cache
@@ -47,10 +46,7 @@ def expected(name: str, config):
 
 EXPORTED = {
     f"{mode}, rows": Job(options=(("mode", mode), ("teacher", "top_k"), *options), rows=14)
-    for mode, options in {
-        "p_kl": (("temperature", 1.5), ("ce_weight", 0.3)),
-        "alm": (("ce_weight", 0.5),),
-    }.items()
+    for mode, options in {"p_kl": (("temperature", 1.5), ("ce_weight", 0.3)), "alm": (("ce_weight", 0.5),)}.items()
 }
 JOBS = (
     MODES
@@ -62,14 +58,9 @@ JOBS = (
 def check(size, layout, name, *, max_tokens=LONGEST + 12, **teacher):
     job = replace(JOBS[name], max_tokens=max_tokens, config=shallow(layout), **teacher)
     results = world(size).run(folded_step, layout, job, samples_of(name), layout=layout)
-    loss, wanted = expected(name, job.config)
     gradients = assemble(itertools.chain.from_iterable(parts for _, parts in results))
     for outcome, _ in results:
-        assert outcome["loss"] == pytest.approx(loss, rel=1e-12)
-    assert gradients.keys() == wanted.keys()
-    for parameter, tensor in wanted.items():
-        error = float((gradients[parameter] - tensor).norm() / tensor.norm())
-        assert error <= 1e-12, f"{parameter}: {error:.2e}"
+        equal((outcome.loss, gradients), expected(name, job.config), FP64)
     return [outcome for outcome, _ in results]
 
 
@@ -98,9 +89,9 @@ IN_CI = {"tp2-sp": {"p_kl top-k", "uld"}, "dp2": set(MODES), "single": set(), "t
 @pytest.mark.parametrize(("size", "layout", "name"), every_way({name: name for name in MODES}, quick=QUICK, ci=IN_CI))
 def test_every_mode(size, layout, name):
     outcomes = check(size, layout, name)
-    assert outcomes[0]["micro_batches"] > 1
+    assert outcomes[0].micro_batches > 1
     if layout == Layout() and size == 2:
-        assert outcomes[0]["samples_here"] != outcomes[1]["samples_here"], "unequal ranks"
+        assert outcomes[0].tokens_here != outcomes[1].tokens_here, "unequal ranks"
 
 
 @pytest.mark.parametrize("name", ["p_kl top-k", "h_kl"])
@@ -141,8 +132,8 @@ def test_several_teachers(name):
 @pytest.mark.parametrize("name", mostly_in_ci("h_kl", of=["p_kl top-k", "h_kl"]))
 def test_the_cut_changes_nothing(name):
     narrow, wide = check(1, Layout(), name, max_tokens=LONGEST), check(1, Layout(), name, max_tokens=10_000)
-    assert narrow[0]["micro_batches"] > wide[0]["micro_batches"] == 1
-    assert narrow[0]["metrics"] == pytest.approx(wide[0]["metrics"], rel=1e-12)
+    assert narrow[0].micro_batches > wide[0].micro_batches == 1
+    assert narrow[0].metrics == pytest.approx(wide[0].metrics, rel=1e-12)
 
 
 CUT = {"max_tokens": 12, "over_budget": "carry"}
@@ -153,8 +144,8 @@ def test_trees_and_samples_above_the_budget(name):
     wide = check(1, Layout(), name, max_tokens=10_000)
     for most in (1, 5, 12) if name in ("p_kl", "gold") else (12,):  # chunks of one token among them
         cut = check(1, Layout(), name, **CUT | {"max_tokens": most})
-        assert cut[0]["carried_tokens"] > 0
-        assert cut[0]["metrics"] == pytest.approx(wide[0]["metrics"], rel=1e-12)
+        assert cut[0].carried_tokens > 0
+        assert cut[0].metrics == pytest.approx(wide[0].metrics, rel=1e-12)
 
 
 CHUNKED = ("p_kl top-k", "h_kl", "alm, rows")
@@ -168,9 +159,9 @@ CUT_IN_CI |= {name: set() for name in ("tp2", "tp2-pp2", "tp2-sp-pp2-vpp2", "pp2
 )
 def test_layouts_train_above_the_budget(size, layout, name):
     outcomes = check(size, layout, name, **CUT)
-    assert outcomes[0]["carried_tokens"] > 0
+    assert outcomes[0].carried_tokens > 0
     if layout == Layout() and size == 2:
-        assert outcomes[0]["samples_here"] != outcomes[1]["samples_here"], "unequal ranks"
+        assert outcomes[0].tokens_here != outcomes[1].tokens_here, "unequal ranks"
 
 
 @pytest.mark.parametrize("name", ["weights"])

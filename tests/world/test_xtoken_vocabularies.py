@@ -14,10 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 STUDENT, TEACHER = 29, 37
 # Uneven parts; and even ones that padding fills up, so that the last rank has hardly a column, or none.
-BORDERS = {
-    "uneven": ((0, 18, 29), (0, 11, 37)),
-    "padded": ((0, 32, 64), (0, 32, 64)),
-}
+BORDERS = {"uneven": ((0, 18, 29), (0, 11, 37)), "padded": ((0, 32, 64), (0, 32, 64))}
 
 
 # Operations that read a device's values on the host: sizes that depend on them.

@@ -10,13 +10,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from harness.folded_jobs import stock_spec, tree_spec
+from harness.folded_jobs import folding_of, stock_spec, tree_spec
+from harness.models import Trainer, build_chunks, tiny_gpt_config
+from harness.weights import fill, local_parts
 from harness.worlds import Layout
 from harness.xtoken_problems import Problem, reference_terms
+from objective_jobs import OneByOne, Options, Outcome, outcome_of, resolve
 from xtoken_texts import chunks_of_pairs, texts
 
 from mcore_prefix_tree import Sample
-from mcore_prefix_tree.layout import Padding
+from mcore_prefix_tree.mcore.engine.step_planner import fold_step
+from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
+from mcore_prefix_tree.mcore.teachers.paired_teachers import ExportedTeacher, PairedTeachers
+from mcore_prefix_tree.mcore.teachers.teacher_model import TeacherModel, TeacherRanks
+from mcore_prefix_tree.objectives import BoundCrossTokenizer, make_objective
+from mcore_prefix_tree.signals import Signals, Teacher
 from mcore_prefix_tree.utils.choices import OverBudget
 from mcore_prefix_tree.xtoken.pairs import Pair
 
@@ -24,7 +32,6 @@ from mcore_prefix_tree.xtoken.pairs import Pair
 STUDENT_SIZE, TEACHER_SIZE = 40, 48
 TEACHER_CONFIG = (("hidden_size", 48), ("ffn_hidden_size", 64), ("num_layers", 4), ("num_query_groups", 4))
 TEACHER_SEEDS = (5, 6)
-Options = tuple[tuple[str, Any], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,22 +52,8 @@ class Job:
     config: Options = ()
 
 
-def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[Any, list[Any]]:
-    """Every rank: the loss, the metrics and the number of micro-batches; and its part of the gradients."""
-    import torch.distributed as dist
-    from harness.losses import divided
-    from harness.models import Trainer, build_chunks, tiny_gpt_config
-    from harness.weights import fill, local_parts
-    from megatron.core import parallel_state
-
-    from mcore_prefix_tree.mcore.engine.folding import Folding
-    from mcore_prefix_tree.mcore.engine.job import Job as Resolved
-    from mcore_prefix_tree.mcore.engine.step_planner import fold_step
-    from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
-    from mcore_prefix_tree.mcore.teachers.paired_teachers import ExportedTeacher, PairedTeachers
-    from mcore_prefix_tree.mcore.teachers.teacher_model import TeacherModel, TeacherRanks
-    from mcore_prefix_tree.objectives import BoundCrossTokenizer, add_means, make_objective
-    from mcore_prefix_tree.plan import ModelWork
+def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[Outcome, list[Any]]:
+    """Every rank: the outcome of a step, and its part of the gradients."""
 
     def model(config: Any, vocab_size: int, groups: Any = None) -> list[Any]:
         chunks = build_chunks(config, tree_spec, vocab_size=vocab_size, groups=groups)
@@ -88,57 +81,20 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[An
             )
             fill(chunks, seed=seed)
         models.append(TeacherModel(chunks=chunks, attention_backend="reference", attention_cases=(), ranks=ranks))
-    device = torch.device("cpu")
-    resolved = Resolved(
-        objective=objective,
-        folding=Folding(
-            max_tokens=job.max_tokens,
-            dp_size=parallel_state.get_data_parallel_world_size(),
-            cost_model=None,
-            device=device,
-            micro_batch_multiple=layout.pp if layout.vpp else 1,
-            padding=Padding(multiple=multiple),
-            only_supervised=True,
-            over_budget=job.over_budget,
-        ),
-        dp_rank=parallel_state.get_data_parallel_rank(),
-        config=config,
-        work=ModelWork.from_dimensions(
-            num_layers=1, hidden_size=8, ffn_hidden_size=8, num_attention_heads=1, vocab_size=STUDENT_SIZE
-        ),
-        hook=(ExportedTeacher if job.rows else PairedTeachers)(
-            objective=objective, models=models, student_columns=STUDENT_SIZE // layout.tp, device=device
-        ),
+    folding = folding_of(layout, job.max_tokens, only_supervised=True, over_budget=job.over_budget)
+    hook = (ExportedTeacher if job.rows else PairedTeachers)(
+        objective=objective, models=models, student_columns=STUDENT_SIZE // layout.tp, device=folding.device
     )
+    resolved = resolve(objective, folding, config, hook)
     step = fold_step(samples, resolved)
-    batches = resolved.hook.before_step(step.micro_batches, resolved.forward(trainer.chunks))
+    batches = hook.before_step(step.micro_batches, resolved.forward(trainer.chunks))
     reported = trainer.backward(resolved.forward_step, batches, seq_length=1)
-    parts: list[Any] = [None] * dist.get_world_size()
-    speaks = bool(reported) and parallel_state.get_tensor_model_parallel_rank() == 0
-    own = (
-        sum(float(entry["loss_sum"]) for entry in reported),
-        sum(int(entry["num_tokens"]) for entry in reported),
-        add_means(entry["metrics"] for entry in reported),
-    )
-    dist.all_gather_object(parts, own if speaks else (0.0, 0, {}))
-    divisor = objective.targets(samples).divisor
-    assert sum(count for _, count, _ in parts) == divisor
-    outcome = {
-        "loss": sum(loss for loss, _, _ in parts) / divisor,
-        "metrics": divided(add_means(metrics for _, _, metrics in parts)),
-        "micro_batches": len(batches),
-        "samples_here": sum(map(len, step.sample_index)),
-        "carried_tokens": step.carried_tokens,
-    }
+    outcome = outcome_of(reported, step, objective, samples)
     return outcome, local_parts(trainer.chunks, lambda parameter: parameter.main_grad)
 
 
 def stock_model(seed: int) -> Any:
     """Return a teacher of stock specs, one sample at a time."""
-    from harness.models import build_chunks, tiny_gpt_config
-    from harness.weights import fill
-    from objective_jobs import OneByOne
-
     (model,) = build_chunks(
         tiny_gpt_config(layout=Layout(), **dict(TEACHER_CONFIG)), stock_spec, vocab_size=TEACHER_SIZE
     )
@@ -154,10 +110,6 @@ def answers(teacher: Any, number: int, tokens: Sequence[int]) -> torch.Tensor:
 
 def exported(job: Job, samples: Sequence[Sample]) -> list[Sample]:
     """One process: the samples with the rows of the teacher, computed for each by itself."""
-    from dataclasses import replace as changed
-
-    from mcore_prefix_tree.signals import Signals, Teacher
-
     assert job.rows is not None
     teacher, both, found = stock_model(TEACHER_SEEDS[0]), texts(), []
     for number, sample in enumerate(samples):
@@ -174,18 +126,12 @@ def exported(job: Job, samples: Sequence[Sample]) -> list[Sample]:
             realised=realised.numpy(),
             tokenizer=both.pairing.teacher.hash,
         )
-        found.append(changed(sample, signals=Signals(teacher=rows)))
+        found.append(replace(sample, signals=Signals(teacher=rows)))
     return found
 
 
 def unfolded_step(job: Job, samples: Sequence[Sample]) -> tuple[float, list[Any]]:
     """One process, stock specs, each sample by itself through both models, the formulas chunk by chunk."""
-    from harness.models import build_chunks, tiny_gpt_config
-    from harness.weights import local_parts
-    from objective_jobs import OneByOne
-
-    from mcore_prefix_tree.objectives import make_objective
-
     settings: Any = make_objective("xtoken", dict(job.options))
     config = tiny_gpt_config(layout=Layout(), **dict(job.config))
     (model,) = build_chunks(config, stock_spec, vocab_size=STUDENT_SIZE)
@@ -220,16 +166,7 @@ def unfolded_loss(
     w: torch.Tensor,
     token_bytes: tuple[list[bytes | None], list[bytes | None]],
 ) -> torch.Tensor:
-    """Return the loss of a step by the formulas, chunk by chunk.
-
-    Args:
-        settings: a ``CrossTokenizer``.
-        pairs: of the samples.
-        logits: of the student, ``[n, V]`` of each sample.
-        taught: of each teacher, the same in its tokens.
-        w: projection, ``[V_s, V_t]``.
-        token_bytes: of both vocabularies.
-    """
+    """Return the loss of a step by the formulas, chunk by chunk; ``taught`` are the logits of each teacher."""
     samples = [pair.student for pair in pairs]
     tokens = sum(int((sample.loss_mask[1:] != 0).sum()) for sample in samples)
     ce: Any = 0.0

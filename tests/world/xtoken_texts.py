@@ -26,12 +26,7 @@ ONLY_TEACHER = [a + b for a in "def" for b in "abcdef" if a + b not in BOTH] + [
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Texts:
-    """Tokenizers of a student and a teacher.
-
-    Attributes:
-        student: of the student.
-        teacher: of the teacher.
-    """
+    """Tokenizers of a student and a teacher."""
 
     student: Any
     teacher: Any
