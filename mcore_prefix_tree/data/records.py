@@ -155,9 +155,10 @@ def _parse(
         if excluded and not names.keeps_others:
             left_out.excluded += 1
             continue
-        part = " ".join(filter(None, (source, example.part)))
         own = {**carried, names.theirs("exclude"): True} if excluded else carried
-        made = _samples(example.content, common | dict(example.signals), merge_key, part, options, unread)
+        made = _samples(
+            example.content, common | dict(example.signals), merge_key, source, example.part, options, unread
+        )
         samples += [sample.carrying(own) for sample in made] if own else made
     left_out.note(unread)
     return samples
@@ -167,15 +168,17 @@ def _samples(
     content: TokenIds | Conversation | Text,
     signals: Mapping[str, Any],
     merge_key: Hashable,
-    source: str,
+    record: str,
+    part: str,
     options: LineOptions,
     unread: set[str],
 ) -> list[Sample]:
+    source = f"{record} {part}".rstrip()
     if isinstance(content, TokenIds):
         return [_token_sample(content, signals, merge_key, source)]
     assert options.tokenizer is not None
     try:
-        return _encoded_samples(content, signals, merge_key, source, options, options.tokenizer, unread)
+        return _encoded_samples(content, signals, merge_key, record, part, options, options.tokenizer, unread)
     except ChatError as error:
         raise SampleError(f"{source}: {error}") from error
 
@@ -223,12 +226,13 @@ def _encoded_samples(
     content: Conversation | Text,
     given: Mapping[str, Any],
     merge_key: Hashable,
-    source: str,
+    record: str,
+    part: str,
     options: LineOptions,
     tokenizer: ChatTokenizer,
     unread: set[str],
 ) -> list[Sample]:
-    tokenizers = tokenizer, *options.renderings
+    tokenizers, source = (tokenizer, *options.renderings), f"{record} {part}".rstrip()
     if isinstance(content, Text):
         encoded = [[_text_part(one, content)] for one in tokenizers]
     else:
@@ -252,20 +256,24 @@ def _encoded_samples(
                 "assistant messages"
             )
     if options.expand_turns:
-        sources = [f"{source} turn {number}" for number in range(len(parts))]
+        own_parts = [f"{part} turn {number}".lstrip() for number in range(len(parts))]
         signals: Sequence[Signals | None] = signals_of_turns(given, source, len(parts))
     else:
-        sources, signals = [source], [signals_of_conversation(given, source)]
+        own_parts, signals = [part], [signals_of_conversation(given, source)]
     return [
         Sample(
             tokens=tokens,
             loss_mask=mask,
             merge_key=merge_key,
-            source=own,
+            source=f"{record} {own}".rstrip(),
+            part=own,
             signals=signal,
-            renderings=tuple(Sample(tokens=ids, loss_mask=of, merge_key=merge_key, source=own) for ids, of in others),
+            renderings=tuple(
+                Sample(tokens=ids, loss_mask=of, merge_key=merge_key, source=f"{record} {own}".rstrip(), part=own)
+                for ids, of in others
+            ),
         )
-        for own, signal, ((tokens, mask), *others) in zip(sources, signals, zip(*encoded, strict=True), strict=True)
+        for own, signal, ((tokens, mask), *others) in zip(own_parts, signals, zip(*encoded, strict=True), strict=True)
     ]
 
 
