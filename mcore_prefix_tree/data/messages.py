@@ -20,7 +20,7 @@ from mcore_prefix_tree.data.json_fields import (
     read_text_value,
     shorten_json,
 )
-from mcore_prefix_tree.data.keys import each, plain
+from mcore_prefix_tree.data.keys import plain
 from mcore_prefix_tree.data.stopping import STOP_KEYS, read_cut
 
 # Names of an assistant's thinking, in data and in chat templates.
@@ -33,7 +33,7 @@ _WEIGHT, _ON, _OFF = "call it 'weight'", "call it 'loss'", "call it 'loss', with
 _REFUSED = {
     "function_call": "give it as tool_calls",
     **dict.fromkeys(("train_detail", "training_detail"), "give 'tokens' with a 'loss_mask'"),
-    **dict.fromkeys(("loss_scale", *each("loss message token turn", "weight"), "weights"), _WEIGHT),
+    **dict.fromkeys(("loss_scale", "loss_weight", "message_weight", "token_weight", "turn_weight", "weights"), _WEIGHT),
     **dict.fromkeys(
         (
             "loss_mask", "step_loss_mask", "is_train", "train_on_turn", "train_on_message", "trainable", "training",
