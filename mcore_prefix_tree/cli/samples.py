@@ -19,7 +19,6 @@ from mcore_prefix_tree.utils.inputs import parse_json
 if TYPE_CHECKING:
     from mcore_prefix_tree.data import ChatMessage, ChatTokenizer, EncodedTurn, Skipped, Tool
     from mcore_prefix_tree.data.batches import SampleOrder
-    from mcore_prefix_tree.data.chat import Vocabulary
     from mcore_prefix_tree.data.source import Source
     from mcore_prefix_tree.objectives import Objective
     from mcore_prefix_tree.plan import ModelWork
@@ -51,33 +50,14 @@ class TokenizerOnDemand:
             return None
         return self.loaded.decode(tokens)
 
-    @property
-    def vocab_size(self) -> int:
-        return self.load().vocab_size
-
-    @property
-    def end(self) -> str:
-        return str(getattr(self.load(), "end", ""))
-
-    def reads(self, key: str) -> bool:
-        reads = getattr(self.load(), "reads", None)
-        return reads is not None and bool(reads(key))
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        return self.load().decode(tokens)
-
     def encode_turns(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> list[EncodedTurn]:
         self.conversations += 1
         return self.load().encode_turns(messages, tools)
 
-    def encode_completion(self, prompt: str, completion: str, *, ended: bool = True) -> EncodedTurn:
-        return self.load().encode_completion(prompt, completion, ended=ended)
-
-    def encode_text(self, text: str) -> list[int]:
-        return self.load().encode_text(text)
-
-    def vocabulary(self) -> Vocabulary:
-        return self.load().vocabulary()
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.load(), name)
 
 
 def parse_json_object(given: str | None, option: str = "--chat-template-kwargs") -> dict[str, Any] | None:
@@ -283,7 +263,7 @@ class SampleOptions:
                 raise ValueError(f"--{name} needs the size of a training step; give --global-batch-size too")
         data = self.data
         name = DEFAULT_TOKENIZER if data.tokenizer is None else data.tokenizer
-        tokenizer = TokenizerOnDemand(name, data.chat_template_kwargs)
+        tokenizer: Any = TokenizerOnDemand(name, data.chat_template_kwargs)
         if data.tokenizer is not None:
             tokenizer.load()  # a wrong name is an error for any files
         skipped = Skipped()

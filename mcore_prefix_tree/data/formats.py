@@ -6,24 +6,14 @@ One key decides the format of a record, its mark: :data:`FORMATS`. Known keys of
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from mcore_prefix_tree.data.examples import (
-    Conversation,
-    Example,
-    Text,
-    TokenIds,
-    count_repeated,
-    count_shared,
-    from_sharegpt,
-    is_assistant,
-    said_by,
-)
-from mcore_prefix_tree.data.json_fields import ChatError, shorten_json
+from mcore_prefix_tree.data.json_fields import ChatError, check_once, shorten_json
 from mcore_prefix_tree.data.keys import mapping_beside, shown, suggest_fields
 from mcore_prefix_tree.data.stopping import STOP_KEYS, STOP_LISTS, STOP_NAMES, read_cut, read_cuts
 from mcore_prefix_tree.data.token_rows import TOKEN_FIELDS, TOKEN_MARKS, read_token_row
@@ -43,6 +33,54 @@ _REFUSED = {
 }
 
 
+# ShareGPT's names of roles, as LLaMA-Factory reads them.
+_SHAREGPT_ROLES = {
+    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system",
+    "function_call": "assistant", "observation": "tool", "tool": "tool",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenIds:
+    """Unchecked token ids of a sample, and the weight of each token; a ``loss_mask`` of None scores all."""
+
+    ids: Any
+    loss_mask: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """Unchecked messages with names for errors; the first ``prompt`` ones are unscored; ``cut`` as in read_cut."""
+
+    messages: list[Any]
+    names: list[str]
+    tools: Any = None
+    prompt: int = 0
+    cut: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """A text and its continuation, without a chat format; ``cut`` as :func:`read_cut` returns it.
+
+    ``prompt`` is not scored; ``completion``, and a ``rival`` to compare it with, are scored from the same token on.
+    """
+
+    prompt: str
+    completion: str
+    rival: str | None = None
+    cut: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """One example of a record, its ``part`` ("" for the entire record), with signals that only it has."""
+
+    content: TokenIds | Conversation | Text
+    signals: Mapping[str, Any] = field(default_factory=dict)
+    part: str = ""
+
+
 def _tokens(row: Row, source: str) -> list[Example]:
     found = read_token_row({name: one for name, one in row.items() if one is not None})
     return [Example(content=TokenIds(ids=found.ids, loss_mask=found.loss_mask), signals=found.signals)]
@@ -53,7 +91,7 @@ def _messages(row: Row, source: str) -> list[Example]:
     whole = _with_system(row, _conversation(row, row["messages"], "messages"))
     rejected, answer = row.get("rejected_messages"), row.get("rejected_response")
     if answer is not None:
-        if not isinstance(answer, str) or not is_assistant(whole.messages[-1]):
+        if not isinstance(answer, str) or not _is_assistant(whole.messages[-1]):
             raise ChatError("field 'rejected_response' must be text in place of the last message, an assistant's")
         rejected = [*whole.messages[:-1], {"role": "assistant", "content": answer}]
     return [Example(content=whole)] if rejected is None else _sides(row, source, None, whole.messages, rejected)
@@ -62,7 +100,7 @@ def _messages(row: Row, source: str) -> list[Example]:
 def _sharegpt(row: Row, source: str) -> list[Example]:
     """A conversation in ShareGPT's shape."""
     given = _conversation(row, row["conversations"], "conversations")
-    messages = [from_sharegpt(entry, name) for entry, name in zip(given.messages, given.names, strict=True)]
+    messages = [_from_sharegpt(entry, name) for entry, name in zip(given.messages, given.names, strict=True)]
     return [Example(content=_with_system(row, replace(given, messages=messages)))]
 
 
@@ -106,7 +144,7 @@ def _sides(row: Row, source: str, prompt: Any, chosen: Any, rejected: Any) -> li
     if not isinstance(chosen, (str, list)) or type(chosen) is not type(rejected):
         raise ChatError("fields 'chosen' and 'rejected' must both be texts or both be lists of messages")
     if prompt is None or (isinstance(prompt, str) and isinstance(chosen, list)):
-        shared = count_shared(chosen, rejected)
+        shared = _count_shared(chosen, rejected)
         said = [message.get("content") for message in chosen[:shared] if isinstance(message, dict)]
         if isinstance(chosen, list) and isinstance(prompt, str) and prompt not in said:
             raise ChatError(
@@ -172,17 +210,73 @@ def _continued(
     said, names = [{"role": "assistant", "content": completion}], [name]
     if isinstance(completion, list):
         names = [f"{name}[{place}]" for place in range(len(completion))]
-        again = count_repeated(prompt, completion)
+        again = _count_repeated(prompt, completion)
         said, names = completion[again:], names[again:]
         # A question that the prompt has too would be asked twice.
-        asked = list(map(said_by, said[: next((at for at, one in enumerate(said) if is_assistant(one)), len(said))]))
-        if any(one in map(said_by, prompt) for one in asked if one[0] == "user"):
+        asked = list(map(_said_by, said[: next((at for at, one in enumerate(said) if _is_assistant(one)), len(said))]))
+        if any(one in map(_said_by, prompt) for one in asked if one[0] == "user"):
             raise ChatError(f"field '{name}' has a question of 'prompt' again; give it in one of them")
-    if not any(map(is_assistant, said)):
+    if not any(map(_is_assistant, said)):
         raise ChatError(f"field '{name}' has no assistant message, so no token of it would be scored")
-    if is_assistant(prompt[-1]) and is_assistant(said[0]):
+    if _is_assistant(prompt[-1]) and _is_assistant(said[0]):
         raise ChatError(f"field 'prompt' ends with an assistant message, which '{name}' would continue; join the two")
     return replace(before, messages=[*prompt, *said], names=[*before.names, *names], prompt=len(prompt), cut=cut)
+
+
+def _from_sharegpt(entry: Any, name: str) -> Any:
+    """Return a message in OpenAI's shape from one in ShareGPT's."""
+    check_once(entry, name)
+    if not isinstance(entry, dict) or "role" in entry:
+        return entry
+    rest = {key: value for key, value in entry.items() if key not in ("from", "value")}
+    sender, value = entry.get("from"), entry.get("value")
+    if not isinstance(sender, str) or sender not in _SHAREGPT_ROLES:
+        raise ChatError(
+            f"field '{name}.from' is {shorten_json(sender)}; it must be one of {', '.join(_SHAREGPT_ROLES)}"
+        )
+    if sender != "function_call":
+        return rest | {"role": _SHAREGPT_ROLES[sender], "content": value}
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise ChatError(f"field '{name}.value' is a function call that is not valid JSON") from None
+    return rest | {"role": "assistant", "tool_calls": value if isinstance(value, list) else [value]}
+
+
+def _count_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return the number of messages, or characters, that two completions begin with: TRL's implicit prompt."""
+    pairs = enumerate(zip(one, other, strict=False))
+    shared = next((place for place, (mine, theirs) in pairs if mine != theirs), min(len(one), len(other)))
+    return shared - 1 if shared and one[shared - 1] == " " else shared
+
+
+def _count_repeated(prompt: Sequence[Any], completion: Sequence[Any]) -> int:
+    """Return how many messages at the end of a prompt a completion begins with: a question that both have."""
+    before, after = [_said_by(one) for one in prompt], [_said_by(one) for one in completion]
+    return next(
+        (
+            most
+            for most in range(min(len(before), len(after)), 0, -1)
+            if before[-most:] == after[:most] and not _is_assistant(completion[most - 1])
+        ),
+        0,
+    )
+
+
+def _said_by(message: Any) -> tuple[Any, Any]:
+    """Return role and text of a message, whose content may be a list of parts."""
+    if not isinstance(message, dict):
+        return None, message
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(str(part.get("text")) if isinstance(part, dict) else str(part) for part in content)
+    return message.get("role"), content
+
+
+def _is_assistant(message: Any) -> bool:
+    """Return whether a message is the assistant's."""
+    return isinstance(message, dict) and message.get("role") == "assistant"
 
 
 @dataclass(frozen=True)

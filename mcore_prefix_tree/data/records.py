@@ -11,9 +11,19 @@ import numpy as np
 import numpy.typing as npt
 
 from mcore_prefix_tree.data.chat import ChatMessage, ChatTokenizer, EncodedTurn
-from mcore_prefix_tree.data.examples import Conversation, Example, Text, TokenIds
 from mcore_prefix_tree.data.fields import FieldNames
-from mcore_prefix_tree.data.formats import READ, SIGNALS, find_mark, is_excluded, make_examples, read_excluded
+from mcore_prefix_tree.data.formats import (
+    READ,
+    SIGNALS,
+    Conversation,
+    Example,
+    Text,
+    TokenIds,
+    find_mark,
+    is_excluded,
+    make_examples,
+    read_excluded,
+)
 from mcore_prefix_tree.data.json_fields import ChatError
 from mcore_prefix_tree.data.keys import fault_of_unread
 from mcore_prefix_tree.data.messages import parse_messages, parse_tools, unread_keys
