@@ -49,7 +49,7 @@ def inspect(
     better = alternatives(samples, steps)
     # Texts are compared if their tokenizer is known.
     decode = samples.tokenizer.try_decode if samples.tokenizer.loaded else None
-    causes = find_causes(samples.all, decode=decode, sharing=options.sharing)
+    causes = find_causes(samples.all, decode=decode)
     if plot is not None:
         draw_forest(layout, plot)
     if as_json:

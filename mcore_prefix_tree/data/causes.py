@@ -17,7 +17,7 @@ from typing import Literal
 
 from mcore_prefix_tree.data.text_parts import common_length
 from mcore_prefix_tree.sample import Sample
-from mcore_prefix_tree.trie import SHARE_ALL, Sharing, common_prefix_length, sort_samples
+from mcore_prefix_tree.trie import common_prefix_length, sort_samples
 
 # Text of tokens, for people; None if the tokens are of another vocabulary.
 Decode = Callable[[Sequence[int]], str | None]
@@ -135,7 +135,7 @@ def _name_texts(text: str, other_text: str, word: int, differs: int) -> CauseNam
     return "tools" if is_tools else "rewritten"
 
 
-def find_causes(samples: Sequence[Sample], *, decode: Decode | None = None, sharing: Sharing = SHARE_ALL) -> Causes:
+def find_causes(samples: Sequence[Sample], *, decode: Decode | None = None) -> Causes:
     """Find why samples share less than they should; texts are unknown if ``decode`` is or returns None."""
     search = _Search(samples, decode, _MOST)
     rollouts: dict[Hashable, list[int]] = defaultdict(list)
@@ -148,7 +148,7 @@ def find_causes(samples: Sequence[Sample], *, decode: Decode | None = None, shar
         for number in range(1, len(turns)):
             _follow(search, turns[max(0, number - _TURNS) : number], turns[number])
 
-    sorted_order, common = sort_samples(samples, sharing)
+    sorted_order, common = sort_samples(samples)
     order, shared = sorted_order.tolist(), [*common.tolist(), 0]
     for place in range(len(order)):
         if decode is not None and samples[order[place]].signals.rollout is None:
@@ -186,9 +186,8 @@ def _find_repeated(search: _Search, order: Sequence[int], shared: Sequence[int],
             if at == 0:
                 break
             origin = search.samples[order[near]]
-            if at == min(len(origin), len(sample)) or sample.loss_mask[at] or not origin.loss_mask[at]:
-                continue
-            if search.is_same_text(order[place], order[near], at):
+            is_repeated = _differ(sample, origin, at) and not sample.loss_mask[at] and origin.loss_mask[at]
+            if is_repeated and search.is_same_text(order[place], order[near], at):
                 search.add("retokenised", order[place], order[near], at, tokens=len(origin) - at)
                 return
 
@@ -199,14 +198,19 @@ def _compare_contexts(search: _Search, order: Sequence[int], shared: Sequence[in
     rollout = one.signals.unit("rollout")
     if one.merge_key != other.merge_key or (rollout is not None and rollout == other.signals.unit("rollout")):
         return
-    if at == min(len(one), len(other)) or one.loss_mask[at] or other.loss_mask[at]:
+    if not _differ(one, other, at) or one.loss_mask[at] or other.loss_mask[at]:
         return
     ahead, other_ahead = one.tokens[at:], other.tokens[at:]
-    places = {other_ahead[skip : skip + _MANY].tobytes(): skip for skip in range(_FEW, -1, -1)}
+    window = other_ahead[: _FEW + _MANY].tobytes()
     for skip in range(min(_FEW, len(ahead) - _MANY) + 1):
-        met = places.get(ahead[skip : skip + _MANY].tobytes())
-        if met is not None:
+        met, odd = divmod(window.find(ahead[skip : skip + _MANY].tobytes()), ahead.itemsize)
+        if met >= 0 and not odd:
             equal = common_prefix_length(ahead[skip:], other_ahead[met:])
             end = next(end for end in range(place + 1, len(shared)) if shared[end] <= at)
             search.add("prompt", order[place], order[place - 1], at, samples=end - place, tokens=equal)
             return
+
+
+def _differ(one: Sample, other: Sample, at: int) -> bool:
+    """Return whether samples go on with other tokens, and not only, for example, with other routes."""
+    return at < min(len(one), len(other)) and bool(one.tokens[at] != other.tokens[at])

@@ -198,13 +198,8 @@ def _fault_of_tokens(
         return _fault_of_prompt(name, way_out, "loss_mask")
     if not has_mask and meant in ("prompt_tokens", "response_tokens"):
         return _fault_of_prompt(name, "give 'loss_mask' or 'response_length'", meant)
-    left_out = _LEFT_OUT.get(plain(name))
-    if (
-        left_out is not None
-        and value == left_out
-        and not {"exclude"} & {*row, *given}
-        and np.any(row.get("loss_mask", 1))
-    ):
+    is_left_out = plain(name) in _LEFT_OUT and value == _LEFT_OUT[plain(name)]
+    if is_left_out and "exclude" not in row and "exclude" not in given and np.any(row.get("loss_mask", 1)):
         return (
             f"field '{name}' is not read, though it says that the sample is left out; give a 'loss_mask' of zeros, or "
             f"'exclude' if its reward must not count either, or add {shown({'exclude': None})} to data.fields"

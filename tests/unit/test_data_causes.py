@@ -164,3 +164,11 @@ def test_texts_that_are_not_compared_are_reported(monkeypatch):
     found = find_causes(samples, decode=decode)
     assert not found.is_complete
     assert sum(cause.samples for cause in found.causes) == 9
+
+
+def test_other_routes_of_equal_tokens_are_no_cause():
+    context = {"tokens": list(range(50)), "loss_mask": [0] * 49 + [1]}
+    samples = [Sample(**context, routed_experts=[[[expert]]] * 50) for expert in (0, 1)]
+    found = find_causes(samples, decode=decode)
+    assert found.branches
+    assert found.causes == []
