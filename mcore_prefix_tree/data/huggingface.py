@@ -15,11 +15,10 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from mcore_prefix_tree.data.chat import ChatMessage, DummySpace, EncodedTurn, Spelling, Tool, Vocabulary, continuation
-from mcore_prefix_tree.data.chat_template import ChatTemplates
+from mcore_prefix_tree.data.chat_template import ChatTemplates, TurnEnds
 from mcore_prefix_tree.data.json_fields import ChatError
 from mcore_prefix_tree.data.stopping import with_end
 from mcore_prefix_tree.data.text_parts import Ids, Parts, Triple, begins
-from mcore_prefix_tree.data.turn_ends import TurnEnds
 from mcore_prefix_tree.data.turn_texts import TurnTexts
 from mcore_prefix_tree.sample import INT32_MAX
 from mcore_prefix_tree.utils.inputs import is_utf8
@@ -30,7 +29,7 @@ class HuggingFaceChatTokenizer:
 
     A turn is one assistant message: the template renders the history with its generation prompt (the model's input) and
     the history with the message (its continuation). Text that the template writes after the token that stopped the
-    model is not part of the turn; see :class:`~mcore_prefix_tree.data.turn_ends.TurnEnds`.
+    model is not part of the turn; see :class:`~mcore_prefix_tree.data.chat_template.TurnEnds`.
     """
 
     def __init__(self, folder: str, chat_template_kwargs: Mapping[str, Any] | None = None) -> None:
