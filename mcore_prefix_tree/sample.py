@@ -51,6 +51,7 @@ class Sample:
             policy version); its ``repr`` is the same in every process. A :class:`Tempered` one also sets the
             temperature.
         source: place where the sample came from (``file:line``, ``file:line turn 3``), for messages.
+        part: end of ``source`` that names a part of a record (``turn 3``, ``rejected``); empty for an entire record.
         signals: signals that objectives other than supervised training read, for example rewards, log-probabilities or
             preferences. Give either this or its fields.
         renderings: the same conversation in the tokens of other models, each in its own chat format; empty unless
@@ -68,6 +69,7 @@ class Sample:
     loss_mask: npt.NDArray[np.float32]
     merge_key: Hashable = None
     source: str = "sample"
+    part: str = ""
     signals: Signals = field(default_factory=Signals)
     renderings: tuple[Sample, ...] = ()
     carried: Mapping[str, Any] = field(default_factory=dict)
@@ -79,6 +81,7 @@ class Sample:
         loss_mask: Sequence[float] | npt.NDArray[np.floating | np.integer | np.bool_] | None = None,
         merge_key: Hashable = None,
         source: str = "sample",
+        part: str = "",
         signals: Signals | None = None,
         renderings: tuple[Sample, ...] = (),
         carried: Mapping[str, Any] | None = None,
@@ -102,6 +105,7 @@ class Sample:
                 f"{MIN_TEMPERATURE}, and finite"
             )
         object.__setattr__(self, "source", source)
+        object.__setattr__(self, "part", part)
         if not isinstance(signals, Signals | None):
             raise SampleError(f"{source}: signals is a {type(signals).__name__}; give Signals(reward=...)")
         if signal_fields:

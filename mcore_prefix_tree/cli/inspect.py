@@ -49,7 +49,7 @@ def inspect(
     better = alternatives(samples, steps)
     # Texts are compared if their tokenizer is known.
     decode = samples.tokenizer.try_decode if samples.tokenizer.loaded else None
-    causes = find_causes(samples.all, decode=decode, sharing=options.sharing)
+    causes = find_causes(samples.all, decode=decode)
     if plot is not None:
         draw_forest(layout, plot)
     if as_json:
@@ -92,7 +92,7 @@ def inspect(
     show(console, summary(counts, expected, more))
     say_line(console, f"longest sample: {longest}", style="dim")
     print_alternatives(console, better)
-    lines = causes_lines(causes, counts["fold_ratio"], has_text=samples.tokenizer.loaded is not None)
+    lines = causes_lines(causes, has_text=samples.tokenizer.loaded is not None)
     for line in ["", *lines] if lines else []:
         say_line(console, line, style="dim")
     print_hints(console, samples, layout.physical_tokens)
@@ -113,22 +113,38 @@ def _report_steps(samples: Samples) -> StepsReport | None:
 
 _SHOWN = 48
 _PAGE = "see docs/howto/token-ids.md"
-# By cause and, for those of prompts, kind of the words: title, and the way out.
-_TITLES: dict[tuple[str, str], tuple[str, str]] = {
-    ("retokenised", ""): ("the same text in other tokens", f"train on the token ids that the engine returned; {_PAGE}"),
-    ("thinking", ""): ("thinking dropped from earlier turns", f"keep it if the engine saw it; {_PAGE}"),
-    ("call ids", ""): ("random tool-call ids", "number the calls of a conversation instead of drawing ids"),
-    ("prompt", "date"): ("another date in the prompt", "give all samples one date, or write it after the shared part"),
-    ("prompt", "id"): ("another id in the prompt", "omit the id, or write it after the shared part"),
-    ("prompt", "number"): ("another number in the prompt", "give all samples one, or write it after the shared part"),
-    ("prompt", "words"): ("another system prompt", "give all samples the same words"),
-    ("prompt", "tools"): ("other tools", "give all samples the same tools, in the same order"),
-    ("rewritten", ""): ("history rewritten", f"train on the history that the engine saw; {_PAGE}"),
-    ("unknown", ""): ("other tokens, cause unknown", "give --tokenizer to see the text"),
+# By cause: title, title if the chat format is the cause, and the way out.
+_TITLES: dict[str, tuple[str, str, str]] = {
+    "retokenised": (
+        "the same text in other tokens",
+        "the chat format writes the same text in other tokens",
+        f"train on the token ids that the engine returned; {_PAGE}",
+    ),
+    "thinking": (
+        "thinking dropped from earlier turns",
+        "the chat format drops the thinking of earlier turns",
+        f"keep it if the engine saw it; {_PAGE}",
+    ),
+    "tools": (
+        "other tools, or tools in another place",
+        "the chat format moves the tools",
+        f"write the tools once, before the first message, if the engine saw them there; {_PAGE}",
+    ),
+    "rewritten": (
+        "history rewritten",
+        "the chat format rewrites the history",
+        f"train on the history that the engine saw; {_PAGE}",
+    ),
+    "prompt": (
+        "a few other words ahead of equal ones",
+        "",
+        "give all samples the same words, or write them after the shared part",
+    ),
+    "unknown": ("other tokens, cause unknown", "", "give --tokenizer to see the text"),
 }
 
 
-def causes_lines(causes: Causes, fold_ratio: float, *, has_text: bool) -> list[str]:
+def causes_lines(causes: Causes, *, has_text: bool) -> list[str]:
     """Return lines about the causes, none if samples do not diverge; ``has_text`` if texts were compared."""
     if not causes.causes:
         if not causes.branches:
@@ -136,26 +152,26 @@ def causes_lines(causes: Causes, fold_ratio: float, *, has_text: bool) -> list[s
         if not has_text:
             return ["No cause found in token ids; give --tokenizer to compare their text."]
         return ["No cause found why samples share no more: their continuations differ."]
-    lines = ["Samples would share more without (fold ratio now, and if mended):"]
+    lines = ["Samples would share more without:"]
     for cause in causes.causes:
-        title, way_out = _TITLES[cause.name, cause.detail]
-        at_most = "at most " if cause.is_bound else "" if causes.is_complete else "at least "
+        title, of_format, way_out = _TITLES[cause.name]
+        at_least = "" if causes.is_complete else "at least "
         lines += [
-            f"- {title}, {numbers.plural(cause.samples, 'sample')}: {numbers.ratio(fold_ratio)}, {at_most}"
-            f"{numbers.ratio(cause.fold_ratio)}",
-            f"  {cause.source} parts from {cause.other} after {numbers.plural(cause.at, 'token')}{_words(cause)}",
+            f"- {of_format if cause.is_format else title}, {at_least}{numbers.plural(cause.samples, 'sample')}, "
+            f"{numbers.plural(cause.unshared_tokens, 'token')} not shared",
+            f"  {cause.source} parts from {cause.other} after {numbers.plural(cause.common_tokens, 'token')}"
+            f"{_words(cause)}",
             f"  {way_out}",
         ]
     return lines
 
 
 def _words(cause: Cause) -> str:
-    words = cause.example.words
-    if words is None:
+    if cause.words is None or cause.other_words is None:
         return ""
-    if words.left == words.right:
-        return f": both have {_shown(words.left)}"
-    return f": {_shown(words.right)} instead of {_shown(words.left)}"
+    if cause.name == "retokenised":
+        return f": both have {_shown(cause.other_words)}"
+    return f": {_shown(cause.words)} instead of {_shown(cause.other_words)}"
 
 
 def _shown(text: str) -> str:
@@ -165,17 +181,4 @@ def _shown(text: str) -> str:
 
 
 def _json(cause: Cause) -> dict[str, Any]:
-    words = cause.example.words
-    return {
-        "cause": cause.name,
-        "detail": cause.detail or None,
-        "samples": cause.samples,
-        "fold_ratio": cause.fold_ratio,
-        "physical_tokens": cause.physical_tokens,
-        "is_upper_bound": cause.is_bound,
-        "source": cause.source,
-        "other": cause.other,
-        "common_tokens": cause.at,
-        "words": None if words is None else words.right[:_SHOWN],
-        "other_words": None if words is None else words.left[:_SHOWN],
-    }
+    return {"cause" if name == "name" else name: value for name, value in asdict(cause).items()}

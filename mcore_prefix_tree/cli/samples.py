@@ -55,6 +55,8 @@ class TokenizerOnDemand:
         return self.load().encode_turns(messages, tools)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
         return getattr(self.load(), name)
 
 
@@ -261,7 +263,7 @@ class SampleOptions:
                 raise ValueError(f"--{name} needs the size of a training step; give --global-batch-size too")
         data = self.data
         name = DEFAULT_TOKENIZER if data.tokenizer is None else data.tokenizer
-        tokenizer = TokenizerOnDemand(name, data.chat_template_kwargs)
+        tokenizer: Any = TokenizerOnDemand(name, data.chat_template_kwargs)
         if data.tokenizer is not None:
             tokenizer.load()  # a wrong name is an error for any files
         skipped = Skipped()

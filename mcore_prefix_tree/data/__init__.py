@@ -1,6 +1,15 @@
 """Samples from JSONL, Parquet and Arrow files: tokens as they are, chat messages through a tokenizer's chat format."""
 
-from mcore_prefix_tree.data.chat import ChatMessage, ChatTokenizer, EncodedTurn, Tool, ToolCall
+from mcore_prefix_tree.data.chat import (
+    DEFAULT_TOKENIZER,
+    ChatMessage,
+    ChatTokenizer,
+    EncodedTurn,
+    Tool,
+    ToolCall,
+    check_tokenizer_named,
+    load_tokenizer,
+)
 from mcore_prefix_tree.data.fields import FieldNames
 from mcore_prefix_tree.data.files import resolve_paths
 from mcore_prefix_tree.data.fingerprint import check_same_samples
@@ -10,7 +19,6 @@ from mcore_prefix_tree.data.read import iter_sample_groups, read_samples
 from mcore_prefix_tree.data.records import LineOptions
 from mcore_prefix_tree.data.skipped import Skipped
 from mcore_prefix_tree.data.stream import StreamedGroups
-from mcore_prefix_tree.data.tokenizers import DEFAULT_TOKENIZER, check_tokenizer_named, load_tokenizer
 
 __all__ = [
     "DEFAULT_TOKENIZER",

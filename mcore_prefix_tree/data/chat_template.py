@@ -1,19 +1,26 @@
-"""Chat templates of a Hugging Face folder: their faults, and the text that they render for a conversation."""
+"""Chat templates of a Hugging Face folder: their faults, the text that they render, and the tokens that end a turn."""
 
 from __future__ import annotations
 
 import inspect
 import json
+import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import date
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import jinja2
+import numpy as np
+import numpy.typing as npt
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from mcore_prefix_tree.data.json_fields import ChatError
+from mcore_prefix_tree.utils.ranks import is_first_rank
+
+logger = logging.getLogger(__name__)
 
 # Calls of a template whose answer differs the next time.
 _CLOCK = "strftime_now"
@@ -139,3 +146,146 @@ def _refuse_unsteady(templates: dict[str, str], folder: str, *, has_date: bool) 
                         else "replace it in the folder's chat template with the text that the model was given"
                     )
                 )
+
+
+# A conversation that every chat template takes.
+QUESTION: dict[str, Any] = {"role": "user", "content": "a"}
+_ANSWER = {"role": "assistant", "content": "b."}  # no letter: some tokens are not recognised next to one
+_CALL = {"id": "call00001", "type": "function", "function": {"name": "c", "arguments": {}}}
+CALLING: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class TurnEnds:
+    """Finds the end of assistant turns in their tokens.
+
+    Three sources define the tokens that stop the model: ``eos_token_id`` of the folder's generation config, the
+    tokenizer's end-of-sequence token, and the token with which the chat template ends an answer. If the template ends
+    an answer with no token, as GLM's does, the model stops with the token that opens the next message.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        *,
+        eos: int | None,
+        special: frozenset[int],
+        added: frozenset[int],
+        encode: Callable[[Messages], list[int]],
+        decode: Callable[[Sequence[int] | npt.NDArray[np.int32]], str],
+    ) -> None:
+        """Read a tokenizer folder's generation config, if any, and render an answer; raise ValueError if malformed.
+
+        ``added`` has the ids of all added tokens, ``special`` those of control tokens among them; ``encode`` raises
+        ChatError.
+        """
+        self._folder, self._special, self._added = folder, special, added
+        self._encode, self._decode = encode, decode
+        self._declared = declared_stops(folder)
+        stops = {*self._declared, *(() if eos is None else (eos,))}
+        # The tokens with which the template ends an answer, and the index of the one that stops the model.
+        self._ending: list[int] = []
+        self._at: int | None = None
+        self._is_ended = True
+        try:
+            answer, later = encode([QUESTION, _ANSWER]), encode([QUESTION, _ANSWER, QUESTION])
+        except ChatError:  # a template for other conversations
+            pass
+        else:
+            self._ending, self._at = self._answer_end(answer, later, stops)
+            self._is_ended = self._at is not None
+            stops |= set() if self._at is None else {self._ending[self._at]}
+        self._stops = frozenset(stops)
+        self._openers: dict[str, int | None] = {}
+        self._has_warned = False
+
+    def _answer_end(self, answer: list[int], later: list[int], stops: set[int]) -> tuple[list[int], int | None]:
+        """Return the tokens that end an answer, which ``later`` may lack, and the index of the one that stops."""
+        start = self._tail(answer, 0, stops | self._added)
+        ending = answer[start:]
+        behind = later[len(later) - later[::-1].index(answer[start - 1]) :] if answer[start - 1] in later else []
+        kept = 0
+        while kept < min(len(ending), len(behind)) and ending[kept] == behind[kept]:
+            kept += 1
+        for tokens in (ending[:kept], ending):
+            known = [at for at, token in enumerate(tokens) if token in stops]
+            added = [at for at, token in enumerate(tokens) if token in self._added]
+            if known or added:
+                return ending, known[0] if known else added[-1]
+        return ending, None
+
+    def stop(self, tokens: npt.NDArray[np.int32], start: int) -> tuple[int, int] | None:
+        """Return the end of a turn's text, from ``start`` to the end of ``tokens``, and its end token's index."""
+        text_end = len(tokens) - len(self._ending)
+        at = text_end + (self._at or 0)
+        if self._at is None or text_end < start or tokens[text_end:].tolist() != self._ending:
+            # A turn of another kind, for example a call, may end differently; and text may end with the token itself.
+            text_end = at = self._tail(tokens, start, frozenset()) - 1
+            if at < start or tokens[at] not in (self._stops | self._special if self._is_ended else self._stops):
+                return None
+        while at > start and tokens[at - 1] == tokens[at]:  # the text ends with the token, and the template repeats it
+            at -= 1
+        return min(text_end, at), at
+
+    def text_end(self, tokens: npt.NDArray[np.int32], start: int) -> int:
+        """Return where the text of a turn ends that no token ends: ahead of what the template writes behind answers."""
+        end = len(tokens) - len(self._ending)
+        return end if end >= start and tokens[end:].tolist() == self._ending else len(tokens)
+
+    def opener(self, role: str, following: Sequence[int]) -> int | None:
+        """Return the token that opens the message after a turn, given known ``following`` tokens; None without one."""
+        if self._is_ended or role == "assistant":
+            return None
+        token = following[0] if following else self._opener(role)
+        if token is None or not (token in self._declared if self._declared else token in self._added):
+            return None
+        return token
+
+    def warn_unended(self) -> None:
+        """Warn once that a turn ends with no token that stops the model."""
+        if not self._has_warned and is_first_rank():
+            logger.warning(
+                "tokenizer '%s': its chat template ends an assistant turn with no token, so that nothing trains the "
+                "model to stop; add the end-of-turn token to the template",
+                self._folder,
+            )
+        self._has_warned = True
+
+    def _tail(self, tokens: Sequence[int] | npt.NDArray[np.int32], start: int, controls: Collection[int]) -> int:
+        """Return the index of the first of the control tokens and the whitespace that end a turn."""
+        at = len(tokens)
+        while at > start and (tokens[at - 1] in controls or not self._decode(tokens[at - 1 : at]).strip()):
+            at -= 1
+        return at
+
+    def _opener(self, role: str) -> int | None:
+        if role not in self._openers:
+            message = {"role": role, "content": "d"}
+            turns: list[Mapping[str, Any]] = [CALLING, _ANSWER] if role == "tool" else [_ANSWER]
+            found = (self._behind(turn, message) for turn in turns)
+            self._openers[role] = next((token for token in found if token is not None), None)
+        return self._openers[role]
+
+    def _behind(self, turn: Mapping[str, Any], message: Mapping[str, Any]) -> int | None:
+        try:
+            before, after = self._encode([QUESTION, turn]), self._encode([QUESTION, turn, message])
+        except ChatError:
+            return None
+        return after[len(before)] if after[: len(before)] == before and len(after) > len(before) else None
+
+
+def declared_stops(folder: str) -> frozenset[int]:
+    """Return ``eos_token_id`` of a folder's generation config, or nothing; raise ValueError if it is malformed."""
+    path = Path(folder) / "generation_config.json"
+    if not path.is_file():
+        return frozenset()
+    try:
+        config = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        raise ValueError(f"{path} is not valid JSON; restore it from the model's folder") from None
+    value = config.get("eos_token_id") if isinstance(config, dict) else None
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not isinstance(config, dict) or not all(type(token) is int for token in ids):
+        raise ValueError(f"{path}: eos_token_id must be a token id or a list of token ids")
+    return frozenset(ids)

@@ -1,326 +1,370 @@
-"""Records by format: each model has the keys that are read of it, and makes its examples.
+"""Records by format: a model with the keys that are read of each, and the examples that it makes.
 
-One key decides the format of a record, its mark: :data:`FORMATS`. The keys of all formats are :class:`Record`'s. Known
-keys of other names are in :mod:`mcore_prefix_tree.data.keys`.
+One key decides the format of a record, its mark: :data:`FORMATS`. Known keys of other names are in
+:mod:`mcore_prefix_tree.data.keys`.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
-from typing import Annotated, Any, ClassVar
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError, WrapValidator, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, create_model
 
-from mcore_prefix_tree.data.examples import (
-    Conversation,
-    Example,
-    Text,
-    TokenIds,
-    count_repeated,
-    count_shared,
-    from_sharegpt,
-    is_assistant,
-    said_by,
-)
-from mcore_prefix_tree.data.json_fields import ChatError, shorten_json
+from mcore_prefix_tree.data.json_fields import ChatError, check_once, shorten_json
 from mcore_prefix_tree.data.keys import mapping_beside, shown, suggest_fields
-from mcore_prefix_tree.data.stopping import STOP_NAMES, read_cut, read_cuts
+from mcore_prefix_tree.data.stopping import STOP_KEYS, STOP_LISTS, STOP_NAMES, read_cut, read_cuts
 from mcore_prefix_tree.data.token_rows import TOKEN_FIELDS, TOKEN_MARKS, read_token_row
-from mcore_prefix_tree.sample import MIN_TEMPERATURE, SampleError
+from mcore_prefix_tree.sample import MIN_TEMPERATURE, SampleError, Tempered
 from mcore_prefix_tree.signals import Signals
 
-SIGNALS = tuple(one.name for one in fields(Signals))
-
-
 Row = Mapping[str, Any]
+SIGNALS = tuple(one.name for one in fields(Signals))
+# Keys of all conversations and texts; a reason for the end of a generation is one value, or a list for several.
+_CHAT = ("tools", *STOP_KEYS)
+# Keys that are refused, with the way out.
+_REFUSED = {
+    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "only text can be trained on"),
+    "documents": "write them into a message",
+    **dict.fromkeys(("chat_template_kwargs", "template_kwargs"), "set data.chat_template_kwargs, for all records"),
+}
 
 
-def _checked(says: str, is_valid: Any) -> WrapValidator:
-    def check(value: Any, _: Any) -> Any:
-        if not is_valid(value):
-            raise ValueError(says.format(shorten_json(value)))
-        return value
-
-    return WrapValidator(check)
+# ShareGPT's names of roles, as LLaMA-Factory reads them.
+_SHAREGPT_ROLES = {
+    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system",
+    "function_call": "assistant", "observation": "tool", "tool": "tool",
+}  # fmt: skip
 
 
-def _is_key(value: Any) -> bool:
-    return isinstance(value, (str, int, float, type(None))) and not (
-        isinstance(value, float) and not math.isfinite(value)
+@dataclass(frozen=True, kw_only=True)
+class TokenIds:
+    """Unchecked token ids of a sample, and the weight of each token; a ``loss_mask`` of None scores all."""
+
+    ids: Any
+    loss_mask: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """Unchecked messages with names for errors; the first ``prompt`` ones are unscored; ``cut`` as in read_cut."""
+
+    messages: list[Any]
+    names: list[str]
+    tools: Any = None
+    prompt: int = 0
+    cut: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """A text and its continuation, without a chat format; ``cut`` as :func:`read_cut` returns it.
+
+    ``prompt`` is not scored; ``completion``, and a ``rival`` to compare it with, are scored from the same token on.
+    """
+
+    prompt: str
+    completion: str
+    rival: str | None = None
+    cut: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """One example of a record, its ``part`` ("" for the entire record), with signals that only it has."""
+
+    content: TokenIds | Conversation | Text
+    signals: Mapping[str, Any] = field(default_factory=dict)
+    part: str = ""
+
+
+def _tokens(row: Row, source: str) -> list[Example]:
+    found = read_token_row({name: one for name, one in row.items() if one is not None})
+    return [Example(content=TokenIds(ids=found.ids, loss_mask=found.loss_mask), signals=found.signals)]
+
+
+def _messages(row: Row, source: str) -> list[Example]:
+    """A conversation; with the last answer that was rejected, a pair, as ms-swift has it."""
+    whole = _with_system(row, _conversation(row, row["messages"], "messages"))
+    rejected, answer = row.get("rejected_messages"), row.get("rejected_response")
+    if answer is not None:
+        if not isinstance(answer, str) or not _is_assistant(whole.messages[-1]):
+            raise ChatError("field 'rejected_response' must be text in place of the last message, an assistant's")
+        rejected = [*whole.messages[:-1], {"role": "assistant", "content": answer}]
+    return [Example(content=whole)] if rejected is None else _sides(row, source, None, whole.messages, rejected)
+
+
+def _sharegpt(row: Row, source: str) -> list[Example]:
+    """A conversation in ShareGPT's shape."""
+    given = _conversation(row, row["conversations"], "conversations")
+    messages = [_from_sharegpt(entry, name) for entry, name in zip(given.messages, given.names, strict=True)]
+    return [Example(content=_with_system(row, replace(given, messages=messages)))]
+
+
+def _answer(row: Row, source: str) -> list[Example]:
+    """An answer to a prompt."""
+    cut = read_cut({name: row.get(name) for name in STOP_KEYS})
+    return [Example(content=_continued(row, row.get("prompt"), row["completion"], "completion", cut=cut))]
+
+
+def _answers(row: Row, source: str) -> list[Example]:
+    """Several answers to a prompt: a group."""
+    name = "responses" if row.get("completions") is None else "completions"
+    many, rewards = row.get(name), row.get("rewards")
+    if not isinstance(many, list) or not many:
+        raise ChatError(f"field '{name}' must be a list of at least one completion")
+    if rewards is not None and row.get("reward") is not None:
+        raise ChatError("fields 'reward' and 'rewards' are both given; give one of them")
+    if rewards is not None and (not isinstance(rewards, list) or len(rewards) != len(many)):
+        raise ChatError(f"field 'rewards' must be a list of {len(many)} numbers, one for each of '{name}'")
+    group = source if row.get("group") is None else row["group"]
+    cuts = read_cuts({key: row.get(key) for key in (*STOP_KEYS, *STOP_LISTS)}, len(many), name)
+    return [
+        Example(
+            content=_continued(row, row.get("prompt"), one, f"{name}[{place}]", cut=cuts[place]),
+            signals={"group": group} | ({} if rewards is None else {"reward": rewards[place]}),
+            part=f"completion {place}",
+        )
+        for place, one in enumerate(many)
+    ]
+
+
+def _pair(row: Row, source: str) -> list[Example]:
+    """A chosen and a rejected answer to a prompt."""
+    if row.get("chosen") is None:
+        raise ChatError("field 'rejected' needs field 'chosen', which is missing")
+    return _sides(row, source, row.get("prompt"), row["chosen"], row["rejected"])
+
+
+def _sides(row: Row, source: str, prompt: Any, chosen: Any, rejected: Any) -> list[Example]:
+    """Return both sides of a pair; without a prompt, it is their common beginning."""
+    if not isinstance(chosen, (str, list)) or type(chosen) is not type(rejected):
+        raise ChatError("fields 'chosen' and 'rejected' must both be texts or both be lists of messages")
+    if prompt is None or (isinstance(prompt, str) and isinstance(chosen, list)):
+        shared = _count_shared(chosen, rejected)
+        said = [message.get("content") for message in chosen[:shared] if isinstance(message, dict)]
+        if isinstance(chosen, list) and isinstance(prompt, str) and prompt not in said:
+            raise ChatError(
+                "field 'prompt' is text that 'chosen' and 'rejected', which are messages, do not begin with; give it "
+                "as messages too"
+            )
+        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+        if not (chosen and rejected) or (isinstance(prompt, list) and not prompt):
+            raise ChatError(
+                "fields 'chosen' and 'rejected' do not begin alike and then differ, so that no prompt can be told "
+                "apart; give 'prompt'"
+            )
+    pair = source if row.get("pair") is None else row["pair"]
+    stops = (*STOP_KEYS, *STOP_LISTS) if "rejected" in row else STOP_KEYS
+    cuts = read_cuts({key: row.get(key) for key in stops}, 2, "chosen and rejected")
+    sides = ("chosen", chosen, rejected, cuts[0]), ("rejected", rejected, chosen, cuts[1])
+    return [
+        Example(
+            content=_continued(row, prompt, one, name, rival=rival, cut=cut),
+            signals={"pair": pair, "chosen": name == "chosen"},
+            part=name,
+        )
+        for name, one, rival, cut in sides
+    ]
+
+
+def _conversation(row: Row, value: Any, name: str) -> Conversation:
+    if not isinstance(value, list) or not value:
+        raise ChatError(f"field '{name}' must be a list of at least one chat message")
+    names = [f"{name}[{place}]" for place in range(len(value))]
+    return Conversation(messages=value, names=names, tools=row.get("tools"))
+
+
+def _with_system(row: Row, conversation: Conversation) -> Conversation:
+    """Return a whole conversation with the system message that may be beside it."""
+    messages, names, system = conversation.messages, conversation.names, row.get("system")
+    if system:
+        first = messages[0] if isinstance(messages[0], dict) else {}
+        if first.get("role") != "system":
+            messages, names = [{"role": "system", "content": system}, *messages], ["system", *names]
+        elif first.get("content") != system:
+            raise ChatError(f"fields 'system' and '{names[0]}' are different system messages; give one of them")
+    cut = read_cut({name: row.get(name) for name in STOP_KEYS}, of_harness=True)
+    return replace(conversation, messages=messages, names=names, cut=cut)
+
+
+def _continued(
+    row: Row, prompt: Any, completion: Any, name: str, *, rival: Any = None, cut: str | None = None
+) -> Conversation | Text:
+    """Return a prompt and the answer to it: two texts, or messages behind messages, the last of which may be text."""
+    if prompt is None:
+        raise ChatError("field 'prompt' is missing")
+    if isinstance(prompt, str) and isinstance(completion, str):
+        if row.get("tools"):
+            raise ChatError("field 'tools' goes with messages, but the prompt is text")
+        if len(prompt.split()) > 1 and completion.startswith(prompt):
+            raise ChatError(f"field '{name}' begins with the text of 'prompt', which would be twice; remove it")
+        return Text(prompt=prompt, completion=completion, rival=rival, cut=cut)
+    if isinstance(prompt, str) or not isinstance(completion, (str, list)):
+        wanted = "text" if isinstance(prompt, str) else "text or a list of messages"
+        raise ChatError(f"field '{name}' must be {wanted}, as the prompt is")
+    before = _conversation(row, prompt, "prompt")
+    said, names = [{"role": "assistant", "content": completion}], [name]
+    if isinstance(completion, list):
+        names = [f"{name}[{place}]" for place in range(len(completion))]
+        again = _count_repeated(prompt, completion)
+        said, names = completion[again:], names[again:]
+        # A question that the prompt has too would be asked twice.
+        asked = list(map(_said_by, said[: next((at for at, one in enumerate(said) if _is_assistant(one)), len(said))]))
+        if any(one in map(_said_by, prompt) for one in asked if one[0] == "user"):
+            raise ChatError(f"field '{name}' has a question of 'prompt' again; give it in one of them")
+    if not any(map(_is_assistant, said)):
+        raise ChatError(f"field '{name}' has no assistant message, so no token of it would be scored")
+    if _is_assistant(prompt[-1]) and _is_assistant(said[0]):
+        raise ChatError(f"field 'prompt' ends with an assistant message, which '{name}' would continue; join the two")
+    return replace(before, messages=[*prompt, *said], names=[*before.names, *names], prompt=len(prompt), cut=cut)
+
+
+def _from_sharegpt(entry: Any, name: str) -> Any:
+    """Return a message in OpenAI's shape from one in ShareGPT's."""
+    check_once(entry, name)
+    if not isinstance(entry, dict) or "role" in entry:
+        return entry
+    rest = {key: value for key, value in entry.items() if key not in ("from", "value")}
+    sender, value = entry.get("from"), entry.get("value")
+    if not isinstance(sender, str) or sender not in _SHAREGPT_ROLES:
+        raise ChatError(
+            f"field '{name}.from' is {shorten_json(sender)}; it must be one of {', '.join(_SHAREGPT_ROLES)}"
+        )
+    if sender != "function_call":
+        return rest | {"role": _SHAREGPT_ROLES[sender], "content": value}
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise ChatError(f"field '{name}.value' is a function call that is not valid JSON") from None
+    return rest | {"role": "assistant", "tool_calls": value if isinstance(value, list) else [value]}
+
+
+def _count_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return the number of messages, or characters, that two completions begin with: TRL's implicit prompt."""
+    pairs = enumerate(zip(one, other, strict=False))
+    shared = next((place for place, (mine, theirs) in pairs if mine != theirs), min(len(one), len(other)))
+    return shared - 1 if shared and one[shared - 1] == " " else shared
+
+
+def _count_repeated(prompt: Sequence[Any], completion: Sequence[Any]) -> int:
+    """Return how many messages at the end of a prompt a completion begins with: a question that both have."""
+    before, after = [_said_by(one) for one in prompt], [_said_by(one) for one in completion]
+    return next(
+        (
+            most
+            for most in range(min(len(before), len(after)), 0, -1)
+            if before[-most:] == after[:most] and not _is_assistant(completion[most - 1])
+        ),
+        0,
     )
 
 
-def _is_temperature(value: Any) -> bool:
+def _said_by(message: Any) -> tuple[Any, Any]:
+    """Return role and text of a message, whose content may be a list of parts."""
+    if not isinstance(message, dict):
+        return None, message
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(str(part.get("text")) if isinstance(part, dict) else str(part) for part in content)
+    return message.get("role"), content
+
+
+def _is_assistant(message: Any) -> bool:
+    """Return whether a message is the assistant's."""
+    return isinstance(message, dict) and message.get("role") == "assistant"
+
+
+def _check_merge_key(value: Any) -> Any:
+    if not isinstance(value, (str, int, float, type(None))) or (isinstance(value, float) and not math.isfinite(value)):
+        raise ValueError("must be a string, a finite number, a boolean or null")
+    return value
+
+
+def _check_temperature(value: Any) -> Any:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return value is None or (is_number and MIN_TEMPERATURE <= value <= sys.float_info.max)
+    if value is not None and not (is_number and MIN_TEMPERATURE <= value <= sys.float_info.max):
+        raise ValueError(f"is {shorten_json(value)}; it must be a number of at least {MIN_TEMPERATURE}")
+    return value
 
 
-_MergeKey = Annotated[Any, _checked("must be a string, a finite number, a boolean or null", _is_key)]
-_Temperature = Annotated[Any, _checked(f"is {{}}; it must be a number of at least {MIN_TEMPERATURE}", _is_temperature)]
+class Record(BaseModel):
+    """Keys of all formats, in addition to those of :class:`~mcore_prefix_tree.signals.Signals`."""
 
+    model_config = ConfigDict(frozen=True, extra="ignore")
 
-class _Common(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore", arbitrary_types_allowed=True)
-    # Keys that are refused, with the way out.
-    refused: ClassVar[Mapping[str, str]] = {}
-
-    merge_key: _MergeKey = None
-    temperature: _Temperature = None
+    merge_key: Annotated[Any, BeforeValidator(_check_merge_key)] = None
+    temperature: Annotated[Any, BeforeValidator(_check_temperature)] = None
     exclude: Any = None
 
-    def examples(self, source: str) -> list[Example]:
-        """Return the examples of the record; raise ChatError for a malformed one."""
-        raise NotImplementedError
-
-
-_OPTIONAL: Any = (Any, None)
-# Keys of all formats, with those of Signals.
-Record: Any = create_model("Record", __base__=_Common, **dict.fromkeys(SIGNALS, _OPTIONAL))
-
-
-class _TokenRecord(Record):  # type: ignore[misc]
-    def examples(self, source: str) -> list[Example]:
-        found = read_token_row({name: one for name, one in self if one is not None})
-        return [Example(content=TokenIds(ids=found.ids, loss_mask=found.loss_mask), signals=found.signals)]
-
-
-TokenRecord: Any = create_model(
-    "TokenRecord",
-    __base__=_TokenRecord,
-    **dict.fromkeys((*TOKEN_MARKS, "loss_mask", *TOKEN_FIELDS), _OPTIONAL),
-)
-
-
-class _ChatRecord(Record):  # type: ignore[misc]
-    """Keys of conversations and texts; a reason for the end of a generation is one value, or a list for several."""
-
-    refused: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "only text can be trained on"),
-        **dict.fromkeys(("documents",), "write them into a message"),
-        **dict.fromkeys(("chat_template_kwargs", "template_kwargs"), "set data.chat_template_kwargs, for all records"),
-    }
-
-    tools: Any = None
-    finish_reason: Any = None
-    stop_reason: Any = None
-
     @property
-    def reasons(self) -> dict[str, Any]:
-        """The reasons for the end of a generation."""
-        return {name: one for name, one in self if name.startswith(("finish", "stop")) and one is not None}
-
-    def conversation(self, value: Any, name: str) -> Conversation:
-        if not isinstance(value, list) or not value:
-            raise ChatError(f"field '{name}' must be a list of at least one chat message")
-        names = [f"{name}[{place}]" for place in range(len(value))]
-        return Conversation(messages=value, names=names, tools=self.tools)
-
-    def continued(
-        self, prompt: Any, completion: Any, name: str, *, rival: Any = None, cut: str | None = None
-    ) -> Conversation | Text:
-        if prompt is None:
-            raise ChatError("field 'prompt' is missing")
-        if isinstance(prompt, str) and isinstance(completion, str):
-            if self.tools:
-                raise ChatError("field 'tools' goes with messages, but the prompt is text")
-            if len(prompt.split()) > 1 and completion.startswith(prompt):
-                raise ChatError(f"field '{name}' begins with the text of 'prompt', which would be twice; remove it")
-            return Text(prompt=prompt, completion=completion, rival=rival, cut=cut)
-        if isinstance(prompt, str) or not isinstance(completion, (str, list)):
-            wanted = "text" if isinstance(prompt, str) else "text or a list of messages"
-            raise ChatError(f"field '{name}' must be {wanted}, as the prompt is")
-        before = self.conversation(prompt, "prompt")
-        if isinstance(completion, str):
-            said, names = [{"role": "assistant", "content": completion}], [name]
-        else:
-            names = [f"{name}[{place}]" for place in range(len(completion))]
-            again = count_repeated(before.messages, completion)
-            said, names = completion[again:], names[again:]
-            first = next((place for place, one in enumerate(said) if is_assistant(one)), len(said))
-            if any(said_by(one) in map(said_by, before.messages) for one in said[:first] if said_by(one)[0] == "user"):
-                raise ChatError(f"field '{name}' has a question of 'prompt' again; give it in one of them")
-        if not any(is_assistant(message) for message in said):
-            raise ChatError(f"field '{name}' has no assistant message, so no token of it would be scored")
-        if before.messages and is_assistant(before.messages[-1]) and is_assistant(said[0]):
-            raise ChatError(
-                f"field 'prompt' ends with an assistant message, which '{name}' would continue; join the two"
-            )
-        return replace(
-            before, messages=[*before.messages, *said], names=[*before.names, *names], prompt=len(prompt), cut=cut
-        )
+    def tempered_key(self) -> Hashable:
+        """The merge key of the record's samples: those of another temperature are never folded together."""
+        key: Hashable = self.merge_key
+        if self.temperature is None or self.temperature == 1:
+            return key
+        return Tempered(temperature=float(self.temperature), key=key)
 
 
-class _WholeRecord(_ChatRecord):
-    """A conversation, with the system message that may be beside it."""
+class Format:
+    """A model of a format's records, the function that makes their examples, and keys that are refused."""
 
-    system: Any = None
-
-    def whole(self, conversation: Conversation) -> Conversation:
-        messages, names = conversation.messages, conversation.names
-        if self.system:
-            first = messages[0] if isinstance(messages[0], dict) else {}
-            if first.get("role") != "system":
-                messages, names = [{"role": "system", "content": self.system}, *messages], ["system", *names]
-            elif first.get("content") != self.system:
-                raise ChatError(f"fields 'system' and '{names[0]}' are different system messages; give one of them")
-        return replace(conversation, messages=messages, names=names, cut=read_cut(self.reasons, of_harness=True))
+    def __init__(
+        self,
+        examples: Callable[[Row, str], list[Example]],
+        keys: Sequence[str],
+        refused: Mapping[str, str] = _REFUSED,
+    ) -> None:
+        own: dict[str, Any] = dict.fromkeys((*SIGNALS, *keys), (Any, None))
+        self.record: type[Record] = create_model("Record", __base__=Record, **own)
+        self.examples, self.refused = examples, refused
 
 
-class MessagesRecord(_WholeRecord):
-    """A conversation; with the last answer that was rejected, a pair, as ms-swift has it."""
-
-    messages: Any
-    rejected_response: Any = None
-    rejected_messages: Any = None
-
-    def examples(self, source: str) -> list[Example]:
-        whole = self.whole(self.conversation(self.messages, "messages"))
-        rejected = self.rejected_messages
-        if self.rejected_response is not None:
-            if not isinstance(self.rejected_response, str) or not is_assistant(whole.messages[-1]):
-                raise ChatError("field 'rejected_response' must be text in place of the last message, an assistant's")
-            rejected = [*whole.messages[:-1], {"role": "assistant", "content": self.rejected_response}]
-        if rejected is None:
-            return [Example(content=whole)]
-        given = {name: one for name, one in self if name in PairRecord.model_fields and name != "chosen"}
-        pair = PairRecord(**given, chosen=whole.messages, rejected=rejected)
-        return pair.examples(source)
-
-
-class ShareGptRecord(_WholeRecord):
-    """A conversation in ShareGPT's shape."""
-
-    conversations: Any
-
-    def examples(self, source: str) -> list[Example]:
-        given = self.conversation(self.conversations, "conversations")
-        messages = [from_sharegpt(entry, name) for entry, name in zip(given.messages, given.names, strict=True)]
-        return [Example(content=self.whole(replace(given, messages=messages)))]
-
-
-class CompletionRecord(_ChatRecord):
-    """An answer to a prompt."""
-
-    prompt: Any = None
-    completion: Any
-
-    def examples(self, source: str) -> list[Example]:
-        content = self.continued(self.prompt, self.completion, "completion", cut=read_cut(self.reasons))
-        return [Example(content=content)]
-
-
-class AnswersRecord(_ChatRecord):
-    """Several answers to a prompt: a group."""
-
-    refused: ClassVar[Mapping[str, str]] = {**_ChatRecord.refused, "labels": "it scores the steps of one answer"}
-
-    prompt: Any = None
-    completions: Any = None
-    responses: Any = None
-    rewards: Any = None
-    finish_reasons: Any = None
-    stop_reasons: Any = None
-
-    def examples(self, source: str) -> list[Example]:
-        name = "responses" if self.completions is None else "completions"
-        many, rewards = getattr(self, name), self.rewards
-        if not isinstance(many, list) or not many:
-            raise ChatError(f"field '{name}' must be a list of at least one completion")
-        if rewards is not None and self.reward is not None:
-            raise ChatError("fields 'reward' and 'rewards' are both given; give one of them")
-        if rewards is not None and (not isinstance(rewards, list) or len(rewards) != len(many)):
-            raise ChatError(f"field 'rewards' must be a list of {len(many)} numbers, one for each of '{name}'")
-        group = source if self.group is None else self.group
-        cuts = read_cuts(self.reasons, len(many), name)
-        return [
-            Example(
-                content=self.continued(self.prompt, one, f"{name}[{place}]", cut=cuts[place]),
-                signals={"group": group} | ({} if rewards is None else {"reward": rewards[place]}),
-                part=f"completion {place}",
-            )
-            for place, one in enumerate(many)
-        ]
-
-
-class PairRecord(_ChatRecord):
-    """A chosen and a rejected answer to a prompt; without it, to the common beginning of both."""
-
-    prompt: Any = None
-    chosen: Any = None
-    rejected: Any
-    finish_reasons: Any = None
-    stop_reasons: Any = None
-
-    def examples(self, source: str) -> list[Example]:
-        if self.chosen is None:
-            raise ChatError("field 'rejected' needs field 'chosen', which is missing")
-        prompt, chosen, rejected = self.prompt, self.chosen, self.rejected
-        if not isinstance(chosen, (str, list)) or type(chosen) is not type(rejected):
-            raise ChatError("fields 'chosen' and 'rejected' must both be texts or both be lists of messages")
-        if prompt is None or (isinstance(prompt, str) and isinstance(chosen, list)):
-            shared = count_shared(chosen, rejected)
-            said = [message.get("content") for message in chosen[:shared] if isinstance(message, dict)]
-            if isinstance(chosen, list) and isinstance(prompt, str) and prompt not in said:
-                raise ChatError(
-                    "field 'prompt' is text that 'chosen' and 'rejected', which are messages, do not begin with; give "
-                    "it as messages too"
-                )
-            prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
-            if not (chosen and rejected) or (isinstance(prompt, list) and not prompt):
-                raise ChatError(
-                    "fields 'chosen' and 'rejected' do not begin alike and then differ, so that no prompt can be told "
-                    "apart; give 'prompt'"
-                )
-        pair = source if self.pair is None else self.pair
-        sides = ("chosen", chosen, rejected), ("rejected", rejected, chosen)
-        cuts = read_cuts(self.reasons, 2, "chosen and rejected")
-        return [
-            Example(
-                content=self.continued(prompt, one, name, rival=rival, cut=cut),
-                signals={"pair": pair, "chosen": name == "chosen"},
-                part=name,
-            )
-            for (name, one, rival), cut in zip(sides, cuts, strict=True)
-        ]
-
-
-FORMATS: Mapping[str, Any] = {
-    "tokens": TokenRecord,
-    "messages": MessagesRecord,
-    "conversations": ShareGptRecord,
-    "completion": CompletionRecord,
-    "completions": AnswersRecord,
-    "responses": AnswersRecord,
-    "rejected": PairRecord,
-    "response_tokens": TokenRecord,
+_TOKEN_RECORD = Format(_tokens, (*TOKEN_MARKS, "loss_mask", *TOKEN_FIELDS), {})
+_ANSWERS = Format(
+    _answers,
+    (*_CHAT, "prompt", "completions", "responses", "rewards", *STOP_LISTS),
+    _REFUSED | {"labels": "it scores the steps of one answer"},
+)
+FORMATS: Mapping[str, Format] = {
+    "tokens": _TOKEN_RECORD,
+    "messages": Format(_messages, (*_CHAT, "system", "messages", "rejected_response", "rejected_messages")),
+    "conversations": Format(_sharegpt, (*_CHAT, "system", "conversations")),
+    "completion": Format(_answer, (*_CHAT, "prompt", "completion")),
+    "completions": _ANSWERS,
+    "responses": _ANSWERS,
+    "rejected": Format(_pair, (*_CHAT, "prompt", "chosen", "rejected", *STOP_LISTS)),
+    "response_tokens": _TOKEN_RECORD,
 }
 # Formats of records that are a group.
 _LISTS = ("completions", "responses")
 # All that is read of a record, by its mark.
-READ = {mark: frozenset(model.model_fields) - (FORMATS.keys() - {mark}) for mark, model in FORMATS.items()}
+READ = {mark: frozenset(one.record.model_fields) - (FORMATS.keys() - {mark}) for mark, one in FORMATS.items()}
 # All fields that samples have, under any mark, without other names of them; those that few records have come last.
-_LAST = frozenset((*TOKEN_FIELDS, "finish_reason", "stop_reason", "finish_reasons", "stop_reasons"))
+_LAST = frozenset((*TOKEN_FIELDS, *STOP_KEYS, *STOP_LISTS))
 FIELDS = tuple(
     sorted(
         dict.fromkeys(
-            ["tokens", "loss_mask", *FORMATS, *(name for model in FORMATS.values() for name in model.model_fields)]
+            ["tokens", "loss_mask", *FORMATS, *(name for one in FORMATS.values() for name in one.record.model_fields)]
         ),
         key=lambda name: (name in _LAST, name in SIGNALS),
     )
 )
 # All that are looked at, and those of them that tables give as JSON Lines would.
-KNOWN = frozenset((*FIELDS, *STOP_NAMES, *(name for model in FORMATS.values() for name in model.refused)))
-JSON_FIELDS = KNOWN - {*TokenRecord.model_fields} | {"chosen", "exclude"}
+KNOWN = frozenset((*FIELDS, *STOP_NAMES, *_ANSWERS.refused))
+JSON_FIELDS = KNOWN - {*_TOKEN_RECORD.record.model_fields} | {"chosen", "exclude"}
 
 
-def make_examples(row: Row, source: str, mark: str) -> tuple[Any, list[Example]]:
-    """Return a record of a mark's format and its examples; raises SampleError for a malformed one."""
-    model = FORMATS[mark]
+def make_examples(row: Row, source: str, mark: str) -> tuple[Hashable, list[Example]]:
+    """Return a record's merge key, and its examples by a mark's format; raises SampleError for a malformed one."""
+    one = FORMATS[mark]
     try:
-        for name, why in model.refused.items():
+        for name, why in one.refused.items():
             value = row.get(name)
             if value is not None and (len(value) if hasattr(value, "__len__") else value):
                 raise ChatError(f"field '{name}' is not supported with '{mark}': {why}")
@@ -329,11 +373,11 @@ def make_examples(row: Row, source: str, mark: str) -> tuple[Any, list[Example]]
                 raise ChatError(f"field 'loss_mask' goes with 'tokens'; with '{mark}' it follows from the answers")
             read_cut({name: row[name] for name in STOP_NAMES if name in row})
         try:
-            record = model.model_validate(row)
+            record = one.record.model_validate(row)
         except ValidationError as error:
             first = error.errors()[0]
             raise ChatError(f"field '{first['loc'][0]}' {first['msg'].removeprefix('Value error, ')}") from None
-        return record, record.examples(source)
+        return record.tempered_key, one.examples(dict(record), source)
     except ChatError as error:
         raise SampleError(f"{source}: {error}") from error
 

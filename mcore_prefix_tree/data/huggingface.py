@@ -15,11 +15,10 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from mcore_prefix_tree.data.chat import ChatMessage, DummySpace, EncodedTurn, Spelling, Tool, Vocabulary, continuation
-from mcore_prefix_tree.data.chat_template import ChatTemplates
+from mcore_prefix_tree.data.chat_template import ChatTemplates, TurnEnds
 from mcore_prefix_tree.data.json_fields import ChatError
 from mcore_prefix_tree.data.stopping import with_end
 from mcore_prefix_tree.data.text_parts import Ids, Parts, Triple, begins
-from mcore_prefix_tree.data.turn_ends import TurnEnds
 from mcore_prefix_tree.data.turn_texts import TurnTexts
 from mcore_prefix_tree.sample import INT32_MAX
 from mcore_prefix_tree.utils.inputs import is_utf8
@@ -30,7 +29,7 @@ class HuggingFaceChatTokenizer:
 
     A turn is one assistant message: the template renders the history with its generation prompt (the model's input) and
     the history with the message (its continuation). Text that the template writes after the token that stopped the
-    model is not part of the turn; see :class:`~mcore_prefix_tree.data.turn_ends.TurnEnds`.
+    model is not part of the turn; see :class:`~mcore_prefix_tree.data.chat_template.TurnEnds`.
     """
 
     def __init__(self, folder: str, chat_template_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -93,7 +92,13 @@ class HuggingFaceChatTokenizer:
                     )
                 tokens = np.append(asked, np.array(behind, dtype=np.int32))
             if not begins(tokens, asked):
-                raise ChatError(self._discontinued(messages, text.index))
+                way_out = "write it as the template does, or give the 'tokens' that the engine used"
+                if text.index and messages[text.index - 1].role == "assistant":
+                    way_out = "join it with the assistant message before it"
+                raise ChatError(
+                    f"field 'messages[{text.index}]' does not continue its generation prompt in the chat template of "
+                    f"tokenizer '{self._folder}'; {way_out}"
+                )
             turns.append(self._turn(messages, text.index, tokens, len(asked), later))
         return turns
 
@@ -121,17 +126,6 @@ class HuggingFaceChatTokenizer:
             elif not message.is_cut and index + 1 == len(messages):
                 self._ends.warn_unended()
         return EncodedTurn(tokens=tokens, start=start, end=end)
-
-    def _discontinued(self, messages: Sequence[ChatMessage], index: int) -> str:
-        """Return the message for a turn that does not begin with its generation prompt."""
-        if index and messages[index - 1].role == "assistant":
-            way_out = "join it with the assistant message before it"
-        else:
-            way_out = "write it as the template does, or give the 'tokens' that the engine used"
-        return (
-            f"field 'messages[{index}]' does not continue its generation prompt in the chat template of tokenizer "
-            f"'{self._folder}'; {way_out}"
-        )
 
     def encode_completion(self, prompt: str, completion: str, *, ended: bool = True) -> EncodedTurn:
         """See ``ChatTokenizer.encode_completion``; control tokens in the text are control tokens."""
@@ -165,6 +159,8 @@ class HuggingFaceChatTokenizer:
         """See ``ChatTokenizer.vocabulary``."""
         added = self._tokenizer.added_tokens_decoder
         pieces = self._tokenizer.convert_ids_to_tokens(list(range(self.vocab_size)))
+        model = getattr(getattr(self._tokenizer, "backend_tokenizer", None), "model", None)
+        merges = [] if model is None else json.loads(model.__getstate__()).get("merges", [])
         unknown = {self._tokenizer.unk_token_id} - {None}
         return Vocabulary(
             pieces=pieces,
@@ -174,7 +170,8 @@ class HuggingFaceChatTokenizer:
             dummy_space=self._dummy_space(),
             bos=self._tokenizer.bos_token_id,
             eos=self._tokenizer.eos_token_id,
-            merges=_read_merges(self._tokenizer),
+            # Pairs are lists or, in older files, joined by a space.
+            merges=[pair if isinstance(pair, str) else " ".join(pair) for pair in merges],
         )
 
     def _dummy_space(self) -> DummySpace:
@@ -267,20 +264,19 @@ def _fast_backend(tokenizer: Any) -> Any:
 def _loaded(folder: str) -> Any:
     if not is_utf8(folder):
         raise ValueError(f"tokenizer '{folder}': transformers opens no path that is not UTF-8; rename the folder")
+    own = describe_code(folder)
     try:
         loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ImportError, MemoryError):
         raise
     except Exception as error:  # a damaged file makes transformers and tokenizers raise nearly anything
-        own = describe_code(folder)
+        reason = f"transformers cannot load this folder: {next(iter(str(error).splitlines()), type(error).__name__)}"
         if own is not None:
-            raise ValueError(
-                f"tokenizer '{folder}': {own}, which is never run, and without it transformers cannot load the folder; "
-                "give a tokenizer that transformers itself implements"
-            ) from error
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ValueError(f"tokenizer '{folder}': transformers cannot load this folder: {reason}") from error
-    own = describe_code(folder)
+            reason = (
+                f"{own}, which is never run, and without it transformers cannot load the folder; give a tokenizer that "
+                "transformers itself implements"
+            )
+        raise ValueError(f"tokenizer '{folder}': {reason}") from error
     if own is not None:
         warnings.warn(
             f"tokenizer '{folder}': {own}, which is not run; it is loaded as {type(loaded).__name__}, and its tokens "
@@ -309,13 +305,6 @@ def _detect_spelling(tokenizer: Any, folder: str) -> Spelling:
         f"tokenizer '{folder}' does not tell the bytes of its tokens (its decoder is "
         f"{', '.join(sorted(kinds)) or 'missing'}); use a byte-level, SentencePiece or Tekken tokenizer"
     )
-
-
-def _read_merges(tokenizer: Any) -> list[str]:
-    model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
-    merges = [] if model is None else json.loads(model.__getstate__()).get("merges", [])
-    # Pairs are lists or, in older files, joined by a space.
-    return [pair if isinstance(pair, str) else " ".join(pair) for pair in merges]
 
 
 # Text of most languages; a tokenizer of another one is tested with text of its tokens.
@@ -369,8 +358,10 @@ def check_encodes_text(tokenizer: Any, folder: str) -> None:
 
     A folder whose vocabulary is empty, or lost its merges or its pieces, loads, but encodes no text.
     """
-    added = tokenizer.added_tokens_decoder
-    silent = {token_id for token_id, token in added.items() if token.special} | _unknown(tokenizer)
+    model: Any = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    piece = getattr(model, "unk_token", None)
+    silent = {tokenizer.unk_token_id, None if piece is None else model.token_to_id(piece)}
+    silent |= {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
     if set(_ids(tokenizer, _TEXT)) <= silent and not any(
         set(_ids(tokenizer, tokenizer.decode([token_id]))) - silent
         for token_id in range(min(len(tokenizer), _TOKENS))
@@ -389,9 +380,3 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
     except Exception:  # one without an unknown token raises for words that it does not have
         return []
     return ids
-
-
-def _unknown(tokenizer: Any) -> set[int | None]:
-    model: Any = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
-    piece = getattr(model, "unk_token", None)
-    return {tokenizer.unk_token_id, None if piece is None else model.token_to_id(piece)}

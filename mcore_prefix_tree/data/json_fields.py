@@ -37,12 +37,6 @@ def check_once(value: object, field: str) -> None:
         raise ChatError(f"field '{field}' has the key '{value.twice}' twice; drop one of them")
 
 
-def check_depths(values: dict[str, Any], field: str) -> None:
-    """Check the depth of each value of an object."""
-    for name, value in values.items():
-        check_depth(value, f"{field}.{name}")
-
-
 def check_depth(value: object, field: str) -> None:
     """Reject more than ``MAX_DEPTH`` levels, without a call for each."""
     level, depth = [value], 0

@@ -12,7 +12,6 @@ from mcore_prefix_tree.data.chat import ROLES, ChatMessage, Tool, ToolCall
 from mcore_prefix_tree.data.json_fields import (
     ChatError,
     check_depth,
-    check_depths,
     check_json_depth,
     check_once,
     format_json,
@@ -20,7 +19,7 @@ from mcore_prefix_tree.data.json_fields import (
     read_text_value,
     shorten_json,
 )
-from mcore_prefix_tree.data.keys import each, plain
+from mcore_prefix_tree.data.keys import plain
 from mcore_prefix_tree.data.stopping import STOP_KEYS, read_cut
 
 # Names of an assistant's thinking, in data and in chat templates.
@@ -33,7 +32,7 @@ _WEIGHT, _ON, _OFF = "call it 'weight'", "call it 'loss'", "call it 'loss', with
 _REFUSED = {
     "function_call": "give it as tool_calls",
     **dict.fromkeys(("train_detail", "training_detail"), "give 'tokens' with a 'loss_mask'"),
-    **dict.fromkeys(("loss_scale", *each("loss message token turn", "weight"), "weights"), _WEIGHT),
+    **dict.fromkeys(("loss_scale", "loss_weight", "message_weight", "token_weight", "turn_weight", "weights"), _WEIGHT),
     **dict.fromkeys(
         (
             "loss_mask", "step_loss_mask", "is_train", "train_on_turn", "train_on_message", "trainable", "training",
@@ -110,7 +109,12 @@ def _message(entry: object, field: str, calls_seen: int, schemas: Mapping[str, A
     if role not in ROLES:
         found = json.dumps(role) if isinstance(role, str) else json_kind(role)
         raise ChatError(f"field '{field}.role' is {found}; roles are {', '.join(ROLES)}")
-    _check_refused(entry, field)
+    for name, value in entry.items():
+        way_out = _REFUSED.get(plain(name))
+        if way_out is None or value is None or isinstance(value, str) or name in KEYS_OF_MESSAGES:
+            continue
+        if role == "assistant" and (value or way_out != _OFF):
+            raise ChatError(f"field '{field}.{name}' changes what is trained on, and is not read: {way_out}")
     tool_calls = _tool_calls(entry.get("tool_calls"), f"{field}.tool_calls", calls_seen, schemas)
     if tool_calls and role != "assistant":
         raise ChatError(f"field '{field}.tool_calls' belongs to an assistant message, not to role '{role}'")
@@ -131,16 +135,6 @@ def _message(entry: object, field: str, calls_seen: int, schemas: Mapping[str, A
             if one is not None and (key not in KEYS_OF_MESSAGES or (key == "name" and not is_result))
         },
     )
-
-
-def _check_refused(message: Mapping[str, Any], field: str) -> None:
-    """Raise ChatError for a key that changes the training content under a name that is not read."""
-    for name, value in message.items():
-        way_out = _REFUSED.get(plain(name))
-        if way_out is None or value is None or isinstance(value, str) or name in KEYS_OF_MESSAGES:
-            continue
-        if message["role"] == "assistant" and (value or way_out != _OFF):
-            raise ChatError(f"field '{field}.{name}' changes what is trained on, and is not read: {way_out}")
 
 
 def check_said(
@@ -323,35 +317,36 @@ def parse_tools(value: object) -> list[Tool]:
     Raises:
         ChatError: a tool is malformed; names the field, for example ``tools[3].name``.
     """
-    if value is None:
+    if value is None or (isinstance(value, str) and not value.strip()):
         return []
-    if isinstance(value, str):
-        if not value.strip():
-            return []
-        value = _parse(value, "tools", "a list of tools")
+    value = _read_json(value, "tools", "a list of tools")
     if not isinstance(value, list):
         raise ChatError(f"field 'tools' must be a list, not {json_kind(value)}")
     return [_tool(entry, f"tools[{index}]") for index, entry in enumerate(value)]
 
 
 def _tool(entry: object, field: str) -> Tool:
-    shell = entry if isinstance(entry, dict) else {}
-    in_shell = "function" in shell
-    function = shell["function"] if in_shell else {name: one for name, one in shell.items() if name != "type"}
-    if not isinstance(function, dict) or not shell:
+    given: dict[str, Any] = entry if isinstance(entry, dict) else {}
+    in_shell = "function" in given
+    function = given["function"] if in_shell else {name: one for name, one in given.items() if name != "type"}
+    if not isinstance(function, dict) or not given:
         raise ChatError(f"field '{field}' must be an object with 'name', 'description' and 'parameters'")
-    if not in_shell and shell.get("type", "function") != "function":
+    if not in_shell and given.get("type", "function") != "function":
         raise ChatError(f"field '{field}.type' must be \"function\"; other kinds of tools are not supported")
-    shell, inner = (shell, f"{field}.function") if in_shell else ({"type": "function"}, field)
+    shell, inner = (given, f"{field}.function") if in_shell else ({"type": "function"}, field)
     read_text_value(function.get("name"), f"{inner}.name")
     if function.get("description") is not None:
         read_text_value(function["description"], f"{inner}.description")
     if function.get("parameters") is not None:
-        function = function | {"parameters": _schema(function["parameters"], f"{inner}.parameters")}
-    check_depths({name: one for name, one in shell.items() if name != "function"}, field)
-    check_depths(function, inner)
-    function = _without_null_properties(function)
-    definition = shell | {"function": function}
+        schema = _read_json(function["parameters"], f"{inner}.parameters", "a JSON schema")
+        if not isinstance(schema, dict):
+            raise ChatError(f"field '{inner}.parameters' must be an object or its JSON text, not {json_kind(schema)}")
+        function = function | {"parameters": schema}
+    for place, values in ((field, shell), (inner, function)):
+        for name, one in values.items():
+            if (place, name) != (field, "function"):
+                check_depth(one, f"{place}.{name}")
+    definition = shell | {"function": _without_null_properties(function)}
     format_json(definition, field)
     return Tool(definition=definition)
 
@@ -369,18 +364,13 @@ def _without_null_properties(value: Any, *, are_properties: bool = False) -> Any
     }
 
 
-def _parse(text: str, field: str, wanted: str) -> object:
-    check_json_depth(text, field)
+def _read_json(value: object, field: str, wanted: str) -> object:
+    """Return a value, or that of its JSON text."""
+    if not isinstance(value, str):
+        return value
+    check_json_depth(value, field)
     try:
-        parsed: object = json.loads(text)
+        parsed: object = json.loads(value)
     except ValueError:
         raise ChatError(f"field '{field}' is not valid JSON; give {wanted}") from None
     return parsed
-
-
-def _schema(value: object, field: str) -> object:
-    if isinstance(value, str):
-        value = _parse(value, field, "a JSON schema")
-    if not isinstance(value, dict):
-        raise ChatError(f"field '{field}' must be an object or its JSON text, not {json_kind(value)}")
-    return value

@@ -21,11 +21,10 @@ from mistral_common.tokens.tokenizers.base import SpecialTokenPolicy, SpecialTok
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 
-from mcore_prefix_tree.data.chat import ChatMessage, EncodedTurn, Tool, Vocabulary, continuation
+from mcore_prefix_tree.data.chat import FILES, ChatMessage, EncodedTurn, Tool, Vocabulary, continuation
 from mcore_prefix_tree.data.json_fields import ChatError, check_json_depth
 from mcore_prefix_tree.data.messages import check_said
 from mcore_prefix_tree.data.stopping import with_end
-from mcore_prefix_tree.data.tokenizers import FILES
 
 _CALL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 # mistral-common takes no answer without text; the tokens of this one are removed again.

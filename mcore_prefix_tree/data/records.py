@@ -11,9 +11,19 @@ import numpy as np
 import numpy.typing as npt
 
 from mcore_prefix_tree.data.chat import ChatMessage, ChatTokenizer, EncodedTurn
-from mcore_prefix_tree.data.examples import Conversation, Text, TokenIds
 from mcore_prefix_tree.data.fields import FieldNames
-from mcore_prefix_tree.data.formats import READ, SIGNALS, find_mark, is_excluded, make_examples, read_excluded
+from mcore_prefix_tree.data.formats import (
+    READ,
+    SIGNALS,
+    Conversation,
+    Example,
+    Text,
+    TokenIds,
+    find_mark,
+    is_excluded,
+    make_examples,
+    read_excluded,
+)
 from mcore_prefix_tree.data.json_fields import ChatError
 from mcore_prefix_tree.data.keys import fault_of_unread
 from mcore_prefix_tree.data.messages import parse_messages, parse_tools, unread_keys
@@ -25,7 +35,7 @@ from mcore_prefix_tree.data.signal_fields import (
 )
 from mcore_prefix_tree.data.skipped import Kind, Skipped
 from mcore_prefix_tree.data.token_rows import TOKEN_MARKS
-from mcore_prefix_tree.sample import INT32_MAX, Sample, SampleError, Tempered
+from mcore_prefix_tree.sample import INT32_MAX, Sample, SampleError
 from mcore_prefix_tree.signals import Signals
 
 
@@ -143,72 +153,65 @@ def _parse(
         fault = f"field '{mark}' needs a tokenizer; set data.tokenizer, or give 'tokens'"
     if fault is not None:
         raise SampleError(f"{source}: {fault}")
-    parsed, examples = make_examples(row, source, mark)
-    merge_key = parsed.merge_key
-    if parsed.temperature not in (None, 1):  # 1 is the same as none
-        merge_key = Tempered(temperature=float(parsed.temperature), key=merge_key)
+    merge_key, examples = make_examples(row, source, mark)
     carried = record.others(names.files_of(read)) if names.keeps_others else {}
-    common = {name: row[name] for name in SIGNALS if name in row}
+    signals = {name: row[name] for name in SIGNALS if name in row}
     unread = {*rest, *(name for name in row if name not in read)}
     samples = []
     for example, excluded in zip(examples, read_excluded(row, source, mark, len(examples)), strict=True):
         if excluded and not names.keeps_others:
             left_out.excluded += 1
             continue
-        part = " ".join(filter(None, (source, example.part)))
         own = {**carried, names.theirs("exclude"): True} if excluded else carried
-        made = _samples(example.content, common | dict(example.signals), merge_key, part, options, unread)
+        made = _samples(example, signals | dict(example.signals), merge_key, source, options, unread)
         samples += [sample.carrying(own) for sample in made] if own else made
     left_out.note(unread)
     return samples
 
 
 def _samples(
-    content: TokenIds | Conversation | Text,
-    signals: Mapping[str, Any],
-    merge_key: Hashable,
-    source: str,
-    options: LineOptions,
-    unread: set[str],
+    example: Example, given: Mapping[str, Any], merge_key: Hashable, record: str, options: LineOptions, unread: set[str]
 ) -> list[Sample]:
-    if isinstance(content, TokenIds):
-        return [_token_sample(content, signals, merge_key, source)]
-    assert options.tokenizer is not None
+    """Return the samples of an example, one unless turns are expanded; ``unread`` takes keys of its messages."""
+    content, source, parts = example.content, f"{record} {example.part}".rstrip(), [example.part]
+    signals: Sequence[Signals | None]
     try:
-        return _encoded_samples(content, signals, merge_key, source, options, options.tokenizer, unread)
+        if isinstance(content, TokenIds):
+            _check_ids(content)
+            encoded, signals = [[(content.ids, content.loss_mask)]], [signals_of_tokens(given)]
+        elif not options.expand_turns:
+            encoded, signals = _encode(content, options, unread), [signals_of_conversation(given)]
+        else:
+            encoded = _encode(content, options, unread)
+            parts = [f"{example.part} turn {number}".lstrip() for number in range(len(encoded[0]))]
+            signals = signals_of_turns(given, source, len(parts))
     except ChatError as error:
         raise SampleError(f"{source}: {error}") from error
+    samples = []
+    for part, signal, ((tokens, mask), *others) in zip(parts, signals, zip(*encoded, strict=True), strict=True):
+        place: dict[str, Any] = {"merge_key": merge_key, "source": f"{record} {part}".rstrip(), "part": part}
+        renderings = tuple(Sample(ids, loss_mask=weights, **place) for ids, weights in others)
+        samples.append(Sample(tokens, loss_mask=mask, signals=signal, renderings=renderings, **place))
+        warn_placeholder(samples[-1])
+    return samples
 
 
-def _token_sample(content: TokenIds, signals: Mapping[str, Any], merge_key: Hashable, source: str) -> Sample:
-    tokens, mask = content.ids, content.loss_mask
-    # Sample checks the arrays; booleans, floats and huge integers have to be caught before NumPy converts them.
-    if not isinstance(tokens, np.ndarray):
-        _check_integers(tokens, source)
-    if not isinstance(mask, (list, np.ndarray, type(None))):
-        raise SampleError(f"{source}: field 'loss_mask' must be a flat list of numbers")
-    sample = Sample(
-        tokens=tokens, loss_mask=mask, merge_key=merge_key, source=source, signals=signals_of_tokens(signals, source)
-    )
-    warn_placeholder(sample)
-    return sample
-
-
-def _check_integers(tokens: object, source: str) -> None:
-    if not isinstance(tokens, list) or not set(map(type, tokens)) <= {int}:
-        raise SampleError(f"{source}: field 'tokens' must be a flat list of integers{_first_bad(tokens)}")
-    if tokens and not (min(tokens) >= 0 and max(tokens) <= INT32_MAX):
-        at = next(i for i, token in enumerate(tokens) if not 0 <= token <= INT32_MAX)
-        raise SampleError(
-            f"{source}: field 'tokens' has {_short(tokens[at])} at index {at}; token ids are 0 to {INT32_MAX}"
-        )
-
-
-def _first_bad(tokens: object) -> str:
-    if not isinstance(tokens, list):
-        return ""
-    at = next(i for i, token in enumerate(tokens) if type(token) is not int)
-    return f", but index {at} is {_short(tokens[at])}"
+def _check_ids(content: TokenIds) -> None:
+    """Reject booleans, floats and huge integers before NumPy converts them; ``Sample`` checks the arrays."""
+    tokens, bad = content.ids, ""
+    if isinstance(tokens, list):
+        if not set(map(type, tokens)) <= {int}:
+            at = next(at for at, token in enumerate(tokens) if type(token) is not int)
+            bad = f"must be a flat list of integers, but index {at} is {_short(tokens[at])}"
+        elif tokens and not (min(tokens) >= 0 and max(tokens) <= INT32_MAX):
+            at = next(at for at, token in enumerate(tokens) if not 0 <= token <= INT32_MAX)
+            bad = f"has {_short(tokens[at])} at index {at}; token ids are 0 to {INT32_MAX}"
+    elif not isinstance(tokens, np.ndarray):
+        bad = "must be a flat list of integers"
+    if bad:
+        raise ChatError(f"field 'tokens' {bad}")
+    if not isinstance(content.loss_mask, (list, np.ndarray, type(None))):
+        raise ChatError("field 'loss_mask' must be a flat list of numbers")
 
 
 def _short(value: object) -> str:
@@ -219,57 +222,34 @@ def _short(value: object) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def _encoded_samples(
-    content: Conversation | Text,
-    given: Mapping[str, Any],
-    merge_key: Hashable,
-    source: str,
-    options: LineOptions,
-    tokenizer: ChatTokenizer,
-    unread: set[str],
-) -> list[Sample]:
-    tokenizers = tokenizer, *options.renderings
+# Token ids and loss mask of a sample.
+Part = tuple[Any, Any]
+
+
+def _encode(content: Conversation | Text, options: LineOptions, unread: set[str]) -> list[list[Part]]:
+    """Return the samples of a conversation or a text, for each tokenizer."""
+    assert options.tokenizer is not None
+    tokenizers = options.tokenizer, *options.renderings
     if isinstance(content, Text):
-        encoded = [[_text_part(one, content)] for one in tokenizers]
-    else:
-        tools = parse_tools(content.tools)
-        renamed = [options.names.of_message(message) for message in content.messages]
-        messages = parse_messages(renamed, content.names, tools)
-        if content.cut is not None:
-            last = max(index for index, message in enumerate(messages) if message.role == "assistant")
-            messages[last] = replace(messages[last], is_cut=True, stopped_by=content.cut)
-        unread |= unread_keys(renamed, getattr(tokenizer, "reads", lambda key: False))
-        encoded = [
-            _parts(one, one.encode_turns(messages, tools), messages, content.prompt, options.expand_turns, source)
-            for one in tokenizers
-        ]
-    parts = encoded[0]
-    for rendering, others in zip(options.renderings, encoded[1:], strict=True):
-        if len(others) != len(parts):
-            raise SampleError(
-                f"{source}: field 'messages' has {len(parts)} assistant turns in the chat format of tokenizer "
-                f"'{tokenizer.name}' and {len(others)} in that of '{rendering.name}'; join consecutive "
+        return [[_text_part(one, content)] for one in tokenizers]
+    tools = parse_tools(content.tools)
+    renamed = [options.names.of_message(message) for message in content.messages]
+    messages = parse_messages(renamed, content.names, tools)
+    if content.cut is not None:
+        last = max(index for index, message in enumerate(messages) if message.role == "assistant")
+        messages[last] = replace(messages[last], is_cut=True, stopped_by=content.cut)
+    unread |= unread_keys(renamed, getattr(tokenizers[0], "reads", lambda key: False))
+    encoded = []
+    for tokenizer in tokenizers:
+        turns = tokenizer.encode_turns(messages, tools)
+        encoded.append(_parts(tokenizer, turns, messages, content.prompt, options.expand_turns))
+        if len(encoded[-1]) != len(encoded[0]):
+            raise ChatError(
+                f"field 'messages' has {len(encoded[0])} assistant turns in the chat format of tokenizer "
+                f"'{tokenizers[0].name}' and {len(encoded[-1])} in that of '{tokenizer.name}'; join consecutive "
                 "assistant messages"
             )
-    if options.expand_turns:
-        sources = [f"{source} turn {number}" for number in range(len(parts))]
-        signals: Sequence[Signals | None] = signals_of_turns(given, source, len(parts))
-    else:
-        sources, signals = [source], [signals_of_conversation(given, source)]
-    return [
-        Sample(
-            tokens=tokens,
-            loss_mask=mask,
-            merge_key=merge_key,
-            source=own,
-            signals=signal,
-            renderings=tuple(Sample(tokens=ids, loss_mask=of, merge_key=merge_key, source=own) for ids, of in others),
-        )
-        for own, signal, ((tokens, mask), *others) in zip(sources, signals, zip(*encoded, strict=True), strict=True)
-    ]
-
-
-Part = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
+    return encoded
 
 
 def _text_part(tokenizer: ChatTokenizer, text: Text) -> Part:
@@ -282,65 +262,49 @@ def _text_part(tokenizer: ChatTokenizer, text: Text) -> Part:
     return whole.tokens, _mask(len(whole.tokens), [(replace(whole, start=start), 1.0)])
 
 
-def _messages_of_turns(messages: Sequence[ChatMessage], turns: int) -> list[list[int]]:
-    """Return the assistant messages, by index, of each turn: one message, or a run of them if turns are fewer."""
-    each = [index for index, message in enumerate(messages) if message.role == "assistant"]
-    if turns == len(each):
-        return [[index] for index in each]
-    runs: list[list[int]] = []
-    for index in each:
-        if runs and runs[-1][-1] == index - 1:
-            runs[-1].append(index)
-        else:
-            runs.append([index])
-    return runs
-
-
-def _weights_of_turns(messages: Sequence[ChatMessage], turns: int, prompt: int) -> list[float | None]:
-    """Return the weight of each turn; None for the turns of a prompt, which are not the record's own."""
-    weights: list[float | None] = []
-    for indices in _messages_of_turns(messages, turns):
-        weight, *others = {messages[index].weight for index in indices}
-        if others:
-            raise ChatError(
-                f"fields 'messages[{indices[0]}]' and 'messages[{indices[-1]}]' are one turn in this chat format, but "
-                "only a part of it is trained on; join them or give both the same weight"
-            )
-        weights.append(None if indices[0] < prompt else weight)
-    return weights
-
-
 def _parts(
     tokenizer: ChatTokenizer,
     turns: Sequence[EncodedTurn],
     messages: Sequence[ChatMessage],
     prompt: int,
     expand_turns: bool,
-    source: str,
 ) -> list[Part]:
-    """Return tokens and loss mask of each sample of a conversation."""
-    weights = _weights_of_turns(messages, len(turns), prompt)
-    weighted = [(turn, weight) for turn, weight in zip(turns, weights, strict=True) if weight is not None]
+    """Return tokens and loss mask of each sample of a conversation; turns of its first ``prompt`` messages are not."""
+    # A turn is one message, or a run of them if the chat format joins them.
+    runs: list[list[int]] = []
+    each = [index for index, message in enumerate(messages) if message.role == "assistant"]
+    for index in each:
+        if runs and len(turns) < len(each) and runs[-1][-1] == index - 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    weighted: list[tuple[EncodedTurn, float]] = []
+    for turn, indices in zip(turns, runs, strict=True):
+        weight, *others = {messages[index].weight for index in indices}
+        if others:
+            raise ChatError(
+                f"fields 'messages[{indices[0]}]' and 'messages[{indices[-1]}]' are one turn in this chat format, but "
+                "only a part of it is trained on; join them or give both the same weight"
+            )
+        if indices[0] >= prompt:
+            weighted.append((turn, weight))
     if expand_turns:
         return [(turn.tokens, _mask(len(turn.tokens), [(turn, weight)])) for turn, weight in weighted]
+    # One sample: every turn has to continue the scored ones before it.
     weighted = [(turn, weight) for turn, weight in weighted if weight and turn.end != turn.start] or weighted[-1:]
     whole = weighted[-1][0].tokens
     for turn, _ in weighted:
         written = turn.tokens[: turn.end]
         if not np.array_equal(whole[: len(written)], written):
             number = next(number for number, one in enumerate(turns) if one is turn)
-            raise SampleError(
-                f"{source}: field 'messages' cannot be one sample, because {_departure(tokenizer, turn, whole)} "
-                f"after turn {number}; set data.expand_turns, or use a tokenizer that keeps it, such as mistral-v7"
+            departs = f"the chat format of tokenizer '{tokenizer.name}' rewrites the history"
+            if tokenizer.decode(whole.tolist()).startswith(tokenizer.decode(turn.tokens.tolist())):
+                departs = f"tokenizer '{tokenizer.name}' writes the same text of the history in other tokens"
+            raise ChatError(
+                f"field 'messages' cannot be one sample, because {departs} after turn {number}; set "
+                "data.expand_turns, or use a tokenizer that keeps it, such as mistral-v7"
             )
     return [(whole, _mask(len(whole), weighted))]
-
-
-def _departure(tokenizer: ChatTokenizer, turn: EncodedTurn, whole: npt.NDArray[np.int32]) -> str:
-    """Return why a turn's history differs from the conversation ``whole``, int32 ``[n]``."""
-    if tokenizer.decode(whole.tolist()).startswith(tokenizer.decode(turn.tokens.tolist())):
-        return f"tokenizer '{tokenizer.name}' writes the same text of the history in other tokens"
-    return f"the chat format of tokenizer '{tokenizer.name}' rewrites the history"
 
 
 def _mask(length: int, turns: Sequence[tuple[EncodedTurn, float]]) -> npt.NDArray[np.float32]:
@@ -351,39 +315,36 @@ def _mask(length: int, turns: Sequence[tuple[EncodedTurn, float]]) -> npt.NDArra
 
 
 def _beyond_limits(sample: Sample, options: LineOptions) -> tuple[SampleError, Kind] | None:
-    kind: Kind = "too long"
-    fault = None
+    """Return the error, and its kind, of a sample that is longer than allowed or outside a model's vocabulary."""
     for name, limit in options.limits.items():
         if len(sample) > limit:
             fault = f"the sample has {len(sample)} tokens, but {name} is {limit}; raise {name} or shorten the sample"
-            break
-    if fault is None and options.vocab_size is not None:
-        kind, fault = "outside the vocabulary", _outside_vocabulary(sample, options.vocab_size)
-    return None if fault is None else (SampleError(f"{sample.source}: {fault}"), kind)
-
-
-def _outside_vocabulary(sample: Sample, size: int) -> str | None:
-    """Return a sentence about the first id that a model's vocabulary of a size lacks; None without any."""
-    tokens, teacher, mask = sample.tokens, sample.signals.teacher, sample.signals.sampling_mask
-    if int(tokens.max()) >= size:
-        at = int(np.argmax(tokens >= size))
-        return (
-            f"field 'tokens' has {tokens[at]} at index {at}, outside the model's vocabulary of {size}; use the model's "
-            "tokenizer or a larger vocabulary"
+            return SampleError(f"{sample.source}: {fault}"), "too long"
+    if options.vocab_size is None:
+        return None
+    size, teacher, mask = options.vocab_size, sample.signals.teacher, sample.signals.sampling_mask
+    if (sample.tokens >= size).any():
+        at = int(np.argmax(sample.tokens >= size))
+        fault = (
+            f"field 'tokens' has {sample.tokens[at]} at index {at}, outside the model's vocabulary of {size}; use the "
+            "model's tokenizer or a larger vocabulary"
         )
+        return SampleError(f"{sample.source}: {fault}"), "outside the vocabulary"
     if teacher is not None and teacher.tokens is None:
         beyond = (teacher.token_ids >= size).any(axis=1) & (sample.loss_mask != 0)
         beyond[:1] = False  # nothing predicts the first token
         if beyond.any():
-            return (
+            fault = (
                 f"field 'teacher' has a token at index {int(np.argmax(beyond))} outside the model's vocabulary of "
                 f"{size}; distil from a teacher of the same vocabulary"
             )
+            return SampleError(f"{sample.source}: {fault}"), "outside the vocabulary"
     if mask is not None and mask.token_ids.max(initial=0) >= size:
         at = int(np.argmax(mask.token_ids >= size))
         token = int(np.searchsorted(mask.offsets, at, side="right")) - 1
-        return (
+        fault = (
             f"field 'sampling_mask' keeps {mask.token_ids[at]} at index {token}, outside the model's vocabulary of "
             f"{size}; use the model that drew the tokens"
         )
+        return SampleError(f"{sample.source}: {fault}"), "outside the vocabulary"
     return None

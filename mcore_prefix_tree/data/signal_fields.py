@@ -14,7 +14,7 @@ from mcore_prefix_tree.data.json_fields import ChatError
 from mcore_prefix_tree.data.packed_arrays import KEYS
 from mcore_prefix_tree.data.token_rows import unpack_routes, with_offsets
 from mcore_prefix_tree.sample import Sample
-from mcore_prefix_tree.signals import PER_TOKEN, SampleError, SamplingMask, Signals, Teacher, check_turn
+from mcore_prefix_tree.signals import PER_TOKEN, SamplingMask, Signals, Teacher, check_turn
 from mcore_prefix_tree.utils.ranks import is_first_rank
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ _IDS = ("group", "rollout", "pair")
 _ROWS, _OF_OWN_TOKENS = {"token_ids", "logprobs"}, {"tokens", "realised", "tokenizer"}
 
 
-def signals_of_tokens(row: Mapping[str, Any], source: str) -> Signals | None:
+def signals_of_tokens(row: Mapping[str, Any]) -> Signals | None:
     """Return the signals of a record with ``tokens``, None if it has none; ``Sample`` checks the values."""
     given: dict[str, Any] = {name: row[name] for name in _NAMES if row.get(name) is not None}
     for name in _IDS:
@@ -32,31 +32,24 @@ def signals_of_tokens(row: Mapping[str, Any], source: str) -> Signals | None:
         if not isinstance(value, (str, int, float, type(None))) or (
             isinstance(value, float) and not math.isfinite(value)
         ):
-            raise SampleError(f"{source}: field '{name}' must be a string, a finite number or a boolean")
-    if "teacher" in given:
-        given["teacher"] = _teacher(given["teacher"], source)
-    if "sampling_mask" in given:
-        given["sampling_mask"] = _sampling_mask(given["sampling_mask"], source)
-    if "routed_experts" in given:
-        given["routed_experts"] = _routed_experts(given["routed_experts"], source)
+            raise ChatError(f"field '{name}' must be a string, a finite number or a boolean")
+    readers = {"teacher": _teacher, "sampling_mask": _sampling_mask, "routed_experts": _routed_experts}
+    given |= {name: read(given[name]) for name, read in readers.items() if name in given}
     return Signals(**given) if given else None
 
 
-def _teacher(value: Any, source: str) -> Teacher:
+def _teacher(value: Any) -> Teacher:
     if not isinstance(value, dict) or set(value) not in (_ROWS, _ROWS | _OF_OWN_TOKENS):
-        raise SampleError(
-            f"{source}: field 'teacher' must be an object with 'token_ids' and 'logprobs'; a teacher with another "
-            "tokenizer has 'tokens', 'realised' and 'tokenizer' too"
+        raise ChatError(
+            "field 'teacher' must be an object with 'token_ids' and 'logprobs'; a teacher with another tokenizer has "
+            "'tokens', 'realised' and 'tokenizer' too"
         )
     return Teacher(**value)
 
 
-def _sampling_mask(value: Any, source: str) -> SamplingMask:
-    try:
-        if isinstance(value, dict) and set(value) == {"token_ids", "counts"}:
-            value = with_offsets(value, "sampling_mask")
-    except ChatError as error:
-        raise SampleError(f"{source}: {error}") from None
+def _sampling_mask(value: Any) -> SamplingMask:
+    if isinstance(value, dict) and set(value) == {"token_ids", "counts"}:
+        value = with_offsets(value, "sampling_mask")
     if isinstance(value, dict) and set(value) == {"token_ids", "offsets"}:
         return SamplingMask(**value)
     if isinstance(value, (list, np.ndarray)):
@@ -64,20 +57,16 @@ def _sampling_mask(value: Any, source: str) -> SamplingMask:
             return SamplingMask.from_rows(list(value))
         except (ValueError, TypeError):  # a list in a list of lists, or a text
             pass
-    raise SampleError(
-        f"{source}: field 'sampling_mask' must be a list of ids for each token, or an object with 'token_ids' and "
-        "'offsets'"
+    raise ChatError(
+        "field 'sampling_mask' must be a list of ids for each token, or an object with 'token_ids' and 'offsets'"
     )
 
 
-def _routed_experts(value: Any, source: str) -> Any:
-    try:
-        value = unpack_routes(value if isinstance(value, dict) else {"ids": value}, "routed_experts")
-    except ChatError as error:
-        raise SampleError(f"{source}: {error}") from None
+def _routed_experts(value: Any) -> Any:
+    value = unpack_routes(value if isinstance(value, dict) else {"ids": value}, "routed_experts")
     if not isinstance(value, (list, np.ndarray)):
-        raise SampleError(
-            f"{source}: field 'routed_experts' must be lists [tokens, layers, top-k], or an object with "
+        raise ChatError(
+            "field 'routed_experts' must be lists [tokens, layers, top-k], or an object with "
             f"{', '.join(map(repr, sorted(KEYS)))}"
         )
     return value
@@ -101,29 +90,29 @@ def warn_placeholder(sample: Sample) -> None:
         )
 
 
-def signals_of_conversation(row: Mapping[str, Any], source: str) -> Signals | None:
+def signals_of_conversation(row: Mapping[str, Any]) -> Signals | None:
     """Return the signals of a record with ``messages``; a field with an entry for each token is an error."""
     for name in (*PER_TOKEN, "teacher", "sampling_mask", "routed_experts"):
         if row.get(name) is not None:
-            raise SampleError(f"{source}: field '{name}' goes with 'tokens'; it has an entry for each of them")
+            raise ChatError(f"field '{name}' goes with 'tokens'; it has an entry for each of them")
     if isinstance(row.get("advantage"), (list, np.ndarray)):
-        raise SampleError(f"{source}: field 'advantage' must be a single number with 'messages'")
-    return signals_of_tokens(row, source)
+        raise ChatError("field 'advantage' must be a single number with 'messages'")
+    return signals_of_tokens(row)
 
 
 def signals_of_turns(row: Mapping[str, Any], source: str, turns: int) -> list[Signals]:
     """Return the signals of each turn of a conversation, parts of one rollout from 0 or the record's ``turn`` on."""
-    signals = signals_of_conversation(row, source) or Signals()
+    signals = signals_of_conversation(row) or Signals()
     check_turn(signals.turn, source)
     first = signals.turn or 0
     if signals.turn is None and isinstance(signals.reward, (list, np.ndarray)) and len(signals.reward) != turns:
-        raise SampleError(
-            f"{source}: field 'reward' has {len(signals.reward)} entries, but 'messages' has {turns} assistant turns; "
-            "give one reward for every turn, or a single number"
+        raise ChatError(
+            f"field 'reward' has {len(signals.reward)} entries, but 'messages' has {turns} assistant turns; give one "
+            "reward for every turn, or a single number"
         )
     if signals.pair is not None and turns > 1:
-        raise SampleError(
-            f"{source}: field 'pair' compares complete conversations, but this one becomes {turns} samples; set "
+        raise ChatError(
+            f"field 'pair' compares complete conversations, but this one becomes {turns} samples; set "
             "data.expand_turns=false"
         )
     rollout = source if signals.rollout is None else signals.rollout

@@ -53,8 +53,20 @@ def read_cut(given: Mapping[str, Any], where: str = "", *, of_harness: bool = Fa
     """
     check_names(given, where)
     finish, stop = given.get("finish_reason"), given.get("stop_reason")
-    limits = [_is_limit(value, f"{where}{key}", key) for key, value in zip(STOP_KEYS, (finish, stop), strict=True)]
-    if any(limits):
+    is_limit = False
+    for key, value in zip(STOP_KEYS, (finish, stop), strict=True):
+        if isinstance(value, dict):
+            value = value.get("type", value.get("reason", value))
+        if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+            continue
+        if not isinstance(value, str):
+            raise ChatError(
+                f'field \'{where}{key}\' is {shorten_json(value)}; it must be text, such as "stop" or "length"'
+            )
+        is_limit |= _plain(value) in CUTS
+        if _plain(value) not in CUTS | _ENDS and key != "stop_reason":
+            _warn_unknown(value, f"{where}{key}")
+    if is_limit:
         return ""
     if isinstance(finish, dict) and isinstance(finish.get("matched"), str):  # SGLang
         return str(finish["matched"])
@@ -107,20 +119,6 @@ def with_end(completion: str, end: str, *, ended: bool) -> str:
     rendered = completion.rstrip()
     before = next((one.removesuffix(end) for one in (completion, rendered) if one.endswith(end)), completion)
     return f"{before}{end}" if ended else before
-
-
-def _is_limit(value: object, field: str, key: str) -> bool:
-    """Return whether a reason is a limit; raise ChatError for another type."""
-    if isinstance(value, dict):
-        value = value.get("type", value.get("reason", value))
-    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
-        return False
-    if not isinstance(value, str):
-        raise ChatError(f'field \'{field}\' is {shorten_json(value)}; it must be text, such as "stop" or "length"')
-    reason = _plain(value)
-    if reason not in CUTS | _ENDS and key != "stop_reason":
-        _warn_unknown(value, field)
-    return reason in CUTS
 
 
 def _plain(reason: str) -> str:

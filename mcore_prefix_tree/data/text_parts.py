@@ -38,7 +38,7 @@ class Parts:
     @classmethod
     def of(cls, text: str, separator: re.Pattern[str], *bases: Parts) -> Parts:
         """Cut a text behind the triples that it shares with one of others, at least one token behind them."""
-        shared = [(bisect_right(one.ends, _common(one.text, text)) - 1, one) for one in bases]
+        shared = [(bisect_right(one.ends, common_length(one.text, text)) - 1, one) for one in bases]
         kept, base = max(shared, key=lambda pair: pair[0], default=(0, None))
         if base is None or kept <= 0:
             kept, base, ends, start, before = 0, None, [], 0, ""
@@ -66,7 +66,7 @@ class Parts:
         return self.ids
 
 
-def _common(one: str, other: str) -> int:
+def common_length(one: str, other: str) -> int:
     """Return the number of characters that two texts begin with."""
     low, high = 0, min(len(one), len(other))
     if one[:high] == other[:high]:

@@ -71,11 +71,13 @@ def read_token_row(row: Mapping[str, Any]) -> TokenRow:
     aligned = _Aligned(length=len(ids), response=response)
     kept = _kept(row, aligned)
     mask = _loss_mask(row, ids, aligned, kept)
-    signals = {name: aligned.value(row[name], name)[kept] for name in PER_TOKEN if name in row}
-    if isinstance(row.get("advantage"), (list, np.ndarray)):
-        signals["advantage"] = aligned.value(row["advantage"], "advantage")[kept]
+    is_each = isinstance(row.get("advantage"), (list, np.ndarray))
+    each = (*PER_TOKEN, "advantage") if is_each else PER_TOKEN
+    signals = {name: aligned.value(row[name], name)[kept] for name in each if name in row}
     if isinstance(row.get("teacher"), dict) and set(row["teacher"]) == set(_TEACHER_ROWS):
-        signals["teacher"] = aligned.teacher(row["teacher"], kept)
+        signals["teacher"] = {
+            name: aligned.value(row["teacher"][name], f"teacher.{name}")[kept] for name in _TEACHER_ROWS
+        }
     if row.get("sampling_mask") is not None:
         signals["sampling_mask"] = aligned.sets(row["sampling_mask"], "sampling_mask")[kept]
     if row.get("routed_experts") is not None:
@@ -123,12 +125,8 @@ class _Aligned:
             ids, offsets = _array(value["token_ids"]), _array(value["offsets"])
             if ids.ndim != 1 or offsets.ndim != 1 or offsets.dtype.kind not in "iu":
                 raise ChatError(f"fields '{name}.token_ids' and '{name}.offsets' must be flat lists of integers")
-            if (
-                not len(offsets)
-                or offsets[0] != 0
-                or (np.diff(offsets.astype(np.int64)) < 0).any()
-                or offsets[-1] != len(ids)
-            ):
+            ends = [0, *offsets.tolist(), len(ids)]
+            if len(ends) == 2 or ends[1] != 0 or ends[-2] != len(ids) or ends != sorted(ends):
                 raise ChatError(f"field '{name}.offsets' must rise from 0 to {len(ids)}, the number of ids")
             value = np.split(ids, offsets[1:-1]) if len(offsets) > 1 else []
         return _list(self.value(value, name))
@@ -140,10 +138,6 @@ class _Aligned:
         if isinstance(value, (list, np.ndarray)) and len(value) in (self.length - 1, (self.response or 0) - 1):
             value = [*value, None]
         return self.value(value, name)
-
-    def teacher(self, teacher: Mapping[str, Any], kept: slice) -> dict[str, Any]:
-        """Return the rows of a teacher for each token that is kept, None for those of the prompt."""
-        return {name: self.value(teacher[name], f"teacher.{name}")[kept] for name in _TEACHER_ROWS}
 
 
 def with_offsets(mask: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -188,7 +182,8 @@ def _response_length(row: Mapping[str, Any], length: int) -> int | None:
     """Return the number of tokens of the response, if a field of a row with ``tokens`` gives it."""
     if "response_length" in row:
         found = row["response_length"]
-        if not _is_count(found) or found > length:
+        is_number = isinstance(found, (int, float, np.integer)) and not isinstance(found, bool)
+        if not is_number or not 0 <= found <= length or found % 1:
             raise ChatError(
                 f"field 'response_length' is {shorten_json(found)}; it must be the number of tokens at "
                 f"the end of 'tokens' that are the response, 0 to {length}"
@@ -199,11 +194,6 @@ def _response_length(row: Mapping[str, Any], length: int) -> int | None:
         if isinstance(value, (list, np.ndarray)) and len(value) < length:
             return len(value)
     return None
-
-
-def _is_count(value: Any) -> bool:
-    is_number = isinstance(value, (int, float, np.integer)) and not isinstance(value, bool)
-    return bool(is_number and value >= 0 and value == value // 1)
 
 
 def _kept(row: Mapping[str, Any], aligned: _Aligned) -> slice:

@@ -10,10 +10,9 @@ from functools import cached_property, partial
 from typing import Any
 
 from mcore_prefix_tree.data.chat import ChatMessage, Tool
-from mcore_prefix_tree.data.chat_template import ChatTemplates
+from mcore_prefix_tree.data.chat_template import CALLING, QUESTION, ChatTemplates
 from mcore_prefix_tree.data.json_fields import ChatError
 from mcore_prefix_tree.data.messages import THINKING, check_said
-from mcore_prefix_tree.data.turn_ends import CALLING, QUESTION
 
 # An empty block of thinking, for example <think></think> or [THINK][/THINK], with whitespace in and around it.
 _EMPTY_THINKING = re.compile(

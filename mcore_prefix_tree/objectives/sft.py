@@ -50,7 +50,7 @@ class SupervisedFineTuning(SummedObjective):
     def check(self, samples: Sequence[Sample]) -> None:
         """Check samples before the first step; a weighted sum takes any but rejected answers."""
         # Token ids may carry the signals of several objectives; a record with both answers asks for a comparison.
-        rejected = next((sample for sample in samples if sample.source.endswith(" rejected")), None)
+        rejected = next((sample for sample in samples if sample.part.startswith("rejected")), None)
         if rejected is not None:
             raise SampleError(
                 f"{rejected.source}: this is the rejected answer of a pair, which objective.name=sft would train on; "

@@ -13,8 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from mcore_prefix_tree.data.chat import check_tokenizer_named
 from mcore_prefix_tree.data.files import resolve_paths
-from mcore_prefix_tree.data.tokenizers import check_tokenizer_named
 from mcore_prefix_tree.data.write import check_output
 from mcore_prefix_tree.settings.bind_objective import make_settings
 from mcore_prefix_tree.settings.hf_folder import CONFIG, HuggingFaceFolder

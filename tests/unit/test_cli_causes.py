@@ -39,8 +39,11 @@ def folders(tmp_path_factory):
     }
 
 
-@pytest.fixture
-def drift(tmp_path, folders):
+def causes_of(*arguments):
+    return json.loads(run_command("inspect", *arguments, "--json").stdout)["causes"]["found"]
+
+
+def test_the_same_text_in_other_tokens(tmp_path, folders):
     """Two rows: an answer, and a second turn whose history has the answer in letters."""
     tokenizer = load_tokenizer(folders["chatml"])
     asked, answer, more = (tokenizer.encode_text(text) for text in ("ask: ", "the other answer", " next: five"))
@@ -50,85 +53,74 @@ def drift(tmp_path, folders):
         {"tokens": asked + answer, "loss_mask": [0] * len(asked) + [1] * len(answer)},
         {"tokens": asked + again + more, "loss_mask": [0] * (len(asked) + len(again)) + [1] * len(more)},
     ]
-    same = {"tokens": asked + answer + more}
-    return write_rows(tmp_path / "drift.jsonl", rows), rows, len(asked) + len(answer) + len(same["tokens"]), same
-
-
-def test_the_same_text_in_other_tokens(drift, folders):
-    path, rows, logical, same = drift
-    now = sum(len(row["tokens"]) for row in rows)
+    path = write_rows(tmp_path / "drift.jsonl", rows)
     common = next(at for at, (a, b) in enumerate(zip(rows[0]["tokens"], rows[1]["tokens"], strict=False)) if a != b)
-    lines = said(path, "--tokenizer", folders["chatml"])
-    assert lines == [
-        "Samples would share more without (fold ratio now, and if mended):",
-        f"- the same text in other tokens, 1 sample: {now / (now - common):.2f}x, {logical / len(same['tokens']):.2f}x",
-        f"  {path}:2 parts from {path}:1 after {common} tokens: both have "
-        f'"{load_tokenizer(folders["chatml"]).decode(rows[0]["tokens"][common:]).strip()}"',
+    left = len(rows[0]["tokens"]) - common
+    assert said(path, "--tokenizer", folders["chatml"]) == [
+        "Samples would share more without:",
+        f"- the same text in other tokens, 1 sample, {left} tokens not shared",
+        f'  {path}:2 parts from {path}:1 after {common} tokens: both have "the other answer"',
         "  train on the token ids that the engine returned; see docs/howto/token-ids.md",
     ]
-    report = json.loads(run_command("inspect", path, "--tokenizer", folders["chatml"], "--json").stdout)["causes"]
-    (found,) = report["found"]
-    assert report["complete"]
-    assert (found["cause"], found["samples"], found["is_upper_bound"]) == ("retokenised", 1, False)
+    (found,) = causes_of(path, "--tokenizer", folders["chatml"])
+    assert (found["cause"], found["samples"], found["is_format"]) == ("retokenised", 1, False)
     assert (found["source"], found["other"], found["common_tokens"]) == (f"{path}:2", f"{path}:1", common)
-    assert found["physical_tokens"] == len(same["tokens"])
-
-
-def test_without_a_tokenizer_the_text_is_asked_for(drift, folders):
-    path = drift[0]
-    lines = said(path)
-    assert lines[1].startswith("- other tokens, cause unknown, 1 sample: 1.12x, at most ")
+    assert (found["unshared_tokens"], found["other_words"]) == (left, "the other answer")
+    # Without a tokenizer, only turns of a rollout are known to continue each other.
+    assert said(path) == ["No cause found in token ids; give --tokenizer to compare their text."]
+    turns = [row | {"rollout": 0, "turn": at} for at, row in enumerate(rows)]
+    lines = said(write_rows(tmp_path / "turns.jsonl", turns))
+    assert lines[1] == f"- other tokens, cause unknown, 1 sample, {left} tokens not shared"
     assert lines[-1] == "  give --tokenizer to see the text"
-    least, most = (
-        json.loads(run_command("inspect", path, "--json", *more).stdout)["causes"]["found"][0]["fold_ratio"]
-        for more in (["--tokenizer", folders["chatml"]], [])
-    )
-    assert most >= least
 
 
 def test_thinking_that_the_template_drops(tmp_path, folders):
-    path = write_rows(
-        tmp_path / "think.jsonl",
-        [talk("two plus two", "<think>\nsum them\n</think>\n\nfour", "plus one", "<think>\nagain\n</think>\n\nfive")],
-    )
+    row = talk("two plus two", "<think>\nsum them\n</think>\n\nfour", "plus one", "<think>\nagain\n</think>\n\nfive")
+    path = write_rows(tmp_path / "think.jsonl", [row])
     asked = ("--tokenizer", folders["thinking"], "--expand-turns")
     lines = said(path, *asked)
-    assert lines[1].startswith("- thinking dropped from earlier turns, 1 sample: ")
+    assert lines[1].startswith("- the chat format drops the thinking of earlier turns, 1 sample, ")
     assert lines[2].startswith(f"  {path}:1 turn 1 parts from {path}:1 turn 0 after ")
-    assert "<think> sum them </think> four" in lines[2]
+    assert '"<think> sum them </think> four' in lines[2]
+    # The same tokens as rows of an engine's rollout may have been changed by anybody.
     samples = read_samples(path, tokenizer=load_tokenizer(folders["thinking"]), expand_turns=True)
-    report = json.loads(run_command("inspect", path, *asked, "--json").stdout)
-    (found,) = report["causes"]["found"]
-    # The second turn continues the first, so only the new ones of its tokens are computed for it.
-    kept = load_tokenizer(folders["thinking"]).decode(samples[0].tokens.tolist())
-    assert kept.endswith("four<|im_end|>")
-    assert found["physical_tokens"] < report["physical_tokens"]
+    rows = [
+        {"tokens": one.tokens.tolist(), "loss_mask": one.loss_mask.tolist(), "rollout": 0, "turn": at}
+        for at, one in enumerate(samples)
+    ]
+    lines = said(write_rows(tmp_path / "rows.jsonl", rows), "--tokenizer", folders["thinking"])
+    assert lines[1].startswith("- thinking dropped from earlier turns, 1 sample, ")
+
+
+@pytest.mark.parametrize("tokenizer", ["mistral-v3", "mistral-v3-tekken", "mistral-v7"])
+def test_tools_that_the_chat_format_moves(tmp_path, tokenizer):
+    row = talk("Can I renew it?", "Yes.", "What do I owe?", "Nothing.", tools=[tool("find_member")])
+    lines = said(write_rows(tmp_path / "tools.jsonl", [row]), "--tokenizer", tokenizer, "--expand-turns")
+    assert lines[1].startswith("- the chat format moves the tools, 1 sample, ")
+
+
+def test_a_template_that_rewrites_the_history(tmp_path):
+    folder = make_folder(tmp_path / "tokenizer", REWRITES)
+    path = write_rows(tmp_path / "rewritten.jsonl", [called(["c1", "c2", "c3"], "done")])
+    lines = said(path, "--tokenizer", folder, "--expand-turns")
+    assert lines[1].startswith("- the chat format rewrites the history, 2 samples, ")
+    assert '"removed' in lines[2]
 
 
 @pytest.mark.parametrize(
-    ("systems", "title", "words"),
+    ("systems", "words"),
     [
-        (("Today is 2025-03-04.", "Today is 2025-03-05."), "another date in the prompt", '"2025-03-04."'),
-        (("Session 4f1c27aa9b03.", "Session 8ce1b07d52ef."), "another id in the prompt", '"4f1c27aa9b03."'),
-        (("You have 12 credits.", "You have 310 credits."), "another number in the prompt", '"12"'),
-        (("Answer in English.", "Answer in French."), "another system prompt", '"English."'),
+        (("Today is 2025-03-04.", "Today is 2025-03-05."), '"2025-03-05.'),
+        (("Answer in English.", "Answer in French."), '"French.'),
     ],
 )
 @pytest.mark.parametrize("tokenizer", ["mistral-v7", "chatml"])
-def test_prompts_that_are_alike_but_for_a_few_words(tmp_path, folders, tokenizer, systems, title, words):
+def test_prompts_that_are_alike_but_for_a_few_words(tmp_path, folders, tokenizer, systems, words):
     questions = ["Can I renew Winter Kitchens?", "What do I owe?", "Please hold The Salt Road."]
-    rows = [talk(asked, "Yes.", system=f"{system} {POLICY}") for asked in questions for system in systems]
-    path = write_rows(tmp_path / "prompts.jsonl", rows)
-    named = folders.get(tokenizer, tokenizer)
-    lines = said(path, "--tokenizer", named)
-    assert lines[1].startswith(f"- {title}, 3 samples: ")
-    assert words in lines[2]
-    (found,) = json.loads(run_command("inspect", path, "--tokenizer", named, "--json").stdout)["causes"]["found"]
-    same = [talk(asked, "Yes.", system=f"{system} {POLICY}") for asked in questions for system in systems[:1] * 2]
-    mended = json.loads(
-        run_command("inspect", write_rows(tmp_path / "same.jsonl", same), "--tokenizer", named, "--json").stdout
-    )
-    assert abs(found["physical_tokens"] - mended["physical_tokens"]) <= 12  # the other words may be longer
+    rows = [talk(asked, "Yes.", system=f"{system} {POLICY * 2}") for asked in questions for system in systems]
+    lines = said(write_rows(tmp_path / "prompts.jsonl", rows), "--tokenizer", folders.get(tokenizer, tokenizer))
+    assert lines[1].startswith("- a few other words ahead of equal ones, 3 samples, ")
+    assert any(one in lines[2] for one in (words, f'"{systems[0].split()[-1]}'))
 
 
 def tool(name):
@@ -137,23 +129,6 @@ def tool(name):
     return {"type": "function", "function": {"name": name, "description": "Serve a member", "parameters": parameters}}
 
 
-def test_other_tools(tmp_path):
-    names = ["find_member", "renew_loan", "place_hold"]
-    rows = [
-        talk(asked, "Yes.", system=POLICY, tools=[tool(name) for name in chosen])
-        for asked in ("Can I renew it?", "What do I owe?")
-        for chosen in (names, [*names[:1], "list_books", *names[1:]])
-    ]
-    lines = said(write_rows(tmp_path / "tools.jsonl", rows), "--tokenizer", "mistral-v7")
-    assert lines[1].startswith("- other tools, 2 samples: ")
-    assert "list_books" in lines[2]
-
-
-IDS = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
-    '{"id": "{{ c.id }}", "name": "{{ c.function.name }}"}{% endfor %}<|im_end|>\n{% endfor %}'
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 # Older results are removed from the history.
 REWRITES = (
     "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'tool' %}{% set ns.last = loop.index0 %}"
@@ -173,29 +148,6 @@ def called(ids, last):
             {"role": "tool", "tool_call_id": call, "content": f"Member number {number} has the name Ann Lee"},
         ]
     return {"messages": [*messages, {"role": "assistant", "content": last}]}
-
-
-@pytest.mark.parametrize("ids", [["call_Ab12Cd34Ef56Gh", "call_Zz98Yy76Xx54Ww"], ["a1B2c3D4e", "Z9y8X7w6V"]])
-def test_random_ids_of_calls(tmp_path, ids):
-    folder = make_folder(tmp_path / "tokenizer", IDS)
-    path = write_rows(tmp_path / "calls.jsonl", [called([call], last) for call, last in zip(ids, "AB", strict=True)])
-    lines = said(path, "--tokenizer", folder, "--expand-turns")
-    assert lines[1].startswith("- random tool-call ids, 2 samples: ")
-    assert lines[3] == "  number the calls of a conversation instead of drawing ids"
-    (found,) = json.loads(run_command("inspect", path, "--tokenizer", folder, "--expand-turns", "--json").stdout)[
-        "causes"
-    ]["found"]
-    same = write_rows(tmp_path / "same.jsonl", [called(ids[:1], last) for last in "AB"])
-    mended = json.loads(run_command("inspect", same, "--tokenizer", folder, "--expand-turns", "--json").stdout)
-    assert abs(found["physical_tokens"] - mended["physical_tokens"]) <= 12
-
-
-def test_a_template_that_rewrites_the_history(tmp_path):
-    folder = make_folder(tmp_path / "tokenizer", REWRITES)
-    path = write_rows(tmp_path / "rewritten.jsonl", [called(["c1", "c2", "c3"], "done")])
-    lines = said(path, "--tokenizer", folder, "--expand-turns")
-    assert lines[1].startswith("- history rewritten, 2 samples: ")
-    assert '"removed' in lines[2]
 
 
 def test_intended_differences_have_no_cause(tmp_path):

@@ -301,29 +301,23 @@ def test_turn_that_was_not_cut_has_its_end(shown, key, value):
     assert shown("chatml", [user("a"), said("b", **{key: value})]) == [CHATML_ASKED + "[[b<|im_end|>]]"]
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"finish_reason": "stop", "stop_reason": "</answer>"},
-        {"finish_reason": {"type": "stop", "matched": "</answer>"}},
-        {"finish_reason": "stop_sequence"},
-    ],
-)
-def test_other_ways_to_say_that_a_message_was_cut(shown, keys):
-    assert shown("chatml", [user("a"), said("b", **keys)]) == [CHATML_ASKED + "[[b]]<|im_end|>"]
+OTHER_CUTS = [
+    {"finish_reason": "stop", "stop_reason": "</answer>"},
+    {"finish_reason": {"type": "stop", "matched": "</answer>"}},
+    {"finish_reason": "stop_sequence"},
+]
+OTHER_ENDS = [
+    {"status": "completed"},
+    {"metadata": {"finish_reason": 3}},
+    {"finish_reason": "stop", "stop_reason": "<|im_end|>"},
+    {"finish_reason": {"type": "stop", "matched": "<|im_end|>"}},
+]
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"status": "completed"},
-        {"metadata": {"finish_reason": 3}},
-        {"finish_reason": "stop", "stop_reason": "<|im_end|>"},
-        {"finish_reason": {"type": "stop", "matched": "<|im_end|>"}},
-    ],
-)
-def test_other_ways_to_say_that_a_message_ended(shown, keys):
-    assert shown("chatml", [user("a"), said("b", **keys)]) == [CHATML_ASKED + "[[b<|im_end|>]]"]
+@pytest.mark.parametrize("keys", OTHER_CUTS + OTHER_ENDS)
+def test_other_ways_to_say_how_a_message_ended(shown, keys):
+    end = "[[b]]<|im_end|>" if keys in OTHER_CUTS else "[[b<|im_end|>]]"
+    assert shown("chatml", [user("a"), said("b", **keys)]) == [CHATML_ASKED + end]
 
 
 def test_unknown_reason_is_warned_of_once(shown, caplog):
@@ -423,24 +417,15 @@ def test_switches_that_agree_are_one(shown):
     assert text.endswith("[[d<|im_end|>]]")
 
 
-# OpenAI and slime define some for assistant messages only; on others such are defaults that mean nothing.
-DEFAULTS = ("weight",)
-
-
-@pytest.mark.parametrize(("key", "value"), [(key, value) for key, value in switches(True, 1) if key in DEFAULTS])
-def test_defaults_of_other_messages_mean_nothing(shown, key, value):
-    assert shown("chatml", [user("a", **{key: value}), said("b")]) == [CHATML_ASKED + "[[b<|im_end|>]]"]
-
-
-@pytest.mark.parametrize(("key", "value"), [(key, value) for key, value in switches(True, 1) if key not in DEFAULTS])
-def test_message_that_is_not_the_assistants_cannot_be_trained(shown, key, value):
-    with pytest.raises(SampleError, match=key):
-        shown("chatml", [user("a", **{key: value}), said("b")])
-
-
-@pytest.mark.parametrize(("key", "value"), switches(False, 0))
-def test_message_that_is_not_the_assistants_can_be_off(shown, key, value):
-    assert shown("chatml", [user("a", **{key: value}), said("b")]) == [CHATML_ASKED + "[[b<|im_end|>]]"]
+@pytest.mark.parametrize(("key", "value"), switches(True, 1, False, 0))
+def test_switch_of_a_message_that_is_not_the_assistants(shown, key, value):
+    """It may be off; OpenAI and slime define a weight for assistant messages only, so that it means nothing."""
+    messages = [user("a", **{key: value}), said("b")]
+    if value and key != "weight":
+        with pytest.raises(SampleError, match=key):
+            shown("chatml", messages)
+    else:
+        assert shown("chatml", messages) == [CHATML_ASKED + "[[b<|im_end|>]]"]
 
 
 @pytest.mark.parametrize(("key", "value"), switches(False, 0))

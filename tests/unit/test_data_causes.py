@@ -1,15 +1,13 @@
-"""Causes of samples that share less than they should, and the ratios that mending them gives."""
+"""Causes of samples that share less than they should."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from mcore_prefix_tree.data import causes
 from mcore_prefix_tree.data.causes import find_causes
-from mcore_prefix_tree.data.causes.words import end_of_text, meeting, meeting_at_end
-from mcore_prefix_tree.layout import fold
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.signals import Signals
 
@@ -47,80 +45,71 @@ def turn(prompt, answer, **signals):
 
 
 WORDS = st.text(alphabet="ABCDEFGHIJKLMNOPQRSTUVWXYZ", min_size=12, max_size=20)
-
-
-@st.composite
-def conversations(draw):
-    """Rollouts of a prompt: the words of user and assistant, turn after turn."""
-    opening = draw(WORDS)
-    return [
-        [(opening if number == 0 else draw(WORDS), draw(WORDS)) for number in range(draw(st.integers(2, 4)))]
-        for _ in range(draw(st.integers(1, 3)))
-    ]
+# Rollouts of a prompt: the words of user and assistant, turn after turn.
+TALKS = st.lists(st.lists(st.tuples(WORDS, WORDS), min_size=2, max_size=4), min_size=1, max_size=3)
 
 
 def samples_of(talks, *, history, with_ids):
     """Make a sample of each turn; ``history`` writes its answer into later turns."""
     samples = []
     for rollout, talk in enumerate(talks):
-        before = []
+        before = letters("<")
         for number, (asked, answered) in enumerate(talk):
-            before = [*before, *letters(f"<{asked.lower()}>")]
+            before = [*before, *letters(f"{rollout}{asked.lower()}>")]
             ids = {"group": 0, "rollout": rollout, "turn": number} if with_ids else {}
             samples.append(turn(before, [*letters(answered), ord(".")], **ids))
             before = [*before, *history(answered), ord(".")]
     return samples
 
 
-def kept(answer):
-    return letters(answer)
+def drop_thinking(answer):
+    return letters(answer.partition("</think>")[2])
 
 
-@settings(max_examples=60, deadline=None)
-@given(talks=conversations(), with_ids=st.booleans())
-def test_mended_tokens_fold_as_those_that_were_never_encoded_again(talks, with_ids):
-    drifted = samples_of(talks, history=pairs, with_ids=with_ids)
-    found = find_causes(drifted, decode=decode)
-    right = fold(samples_of(talks, history=kept, with_ids=with_ids))
-    assert [cause.name for cause in found.causes] == ["retokenised"]
-    (cause,) = found.causes
-    assert (cause.physical_tokens, cause.fold_ratio) == (right.physical_tokens, right.fold_ratio)
-    assert not cause.is_bound
-    assert found.is_complete
+@given(talks=TALKS, with_ids=st.booleans())
+def test_text_in_other_tokens(talks, with_ids):
+    samples = samples_of(talks, history=pairs, with_ids=with_ids)
+    (cause,) = find_causes(samples, decode=decode).causes
+    assert (cause.name, cause.is_format) == ("retokenised", False)
+    assert cause.samples == sum(len(talk) - 1 for talk in talks)
+    assert cause.unshared_tokens == sum(len(answered) + 1 for talk in talks for _, answered in talk[:-1])
+    first = samples[0]
+    assert cause.common_tokens == first.loss_mask.tolist().index(1)
+    assert cause.other_words.endswith(f"{talks[0][0][1]}.")
+    assert cause.words.startswith(cause.other_words)
+    # Without text, only the turns of rollouts are known to continue each other.
+    unknown = find_causes(samples).causes
+    assert [(one.name, one.samples) for one in unknown] == ([("unknown", cause.samples)] if with_ids else [])
 
 
-@settings(max_examples=60, deadline=None)
-@given(talks=conversations())
-def test_kept_thinking_folds_as_a_history_with_all_of_it(talks):
+@given(talks=TALKS)
+def test_dropped_thinking(talks):
     thought = [[(asked, f"<think>{answer[::-1]}</think>{answer}") for asked, answer in talk] for talk in talks]
-    dropped = samples_of(thought, history=lambda answer: letters(answer.partition("</think>")[2]), with_ids=True)
-    found = find_causes(dropped, decode=decode)
-    right = fold(samples_of(thought, history=kept, with_ids=True))
-    assert [cause.name for cause in found.causes] == ["thinking"]
-    assert (found.causes[0].physical_tokens, found.causes[0].fold_ratio) == (right.physical_tokens, right.fold_ratio)
+    samples = samples_of(thought, history=drop_thinking, with_ids=True)
+    (cause,) = find_causes(samples, decode=decode).causes
+    assert (cause.name, cause.samples) == ("thinking", sum(len(talk) - 1 for talk in talks))
 
 
-@settings(max_examples=60, deadline=None)
-@given(talks=conversations(), with_ids=st.booleans(), has_text=st.booleans())
+@given(talks=TALKS, with_ids=st.booleans(), has_text=st.booleans())
 def test_several_answers_to_one_prompt_are_no_cause(talks, with_ids, has_text):
-    samples = samples_of(talks, history=kept, with_ids=with_ids)
+    samples = samples_of(talks, history=letters, with_ids=with_ids)
     assert find_causes(samples, decode=decode if has_text else None).causes == []
 
 
-@settings(max_examples=40, deadline=None)
-@given(talks=conversations())
-def test_without_text_the_cause_is_unknown_and_the_ratio_no_less(talks):
-    drifted = samples_of(talks, history=pairs, with_ids=True)
-    known, unknown = find_causes(drifted, decode=decode), find_causes(drifted)
-    assert {cause.name for cause in unknown.causes} <= {"unknown"}
-    for cause in unknown.causes:
-        assert cause.fold_ratio >= known.causes[0].fold_ratio or not cause.is_bound
+def test_subagent_of_a_rollout_is_no_cause():
+    ids = [{"rollout": 0, "turn": number} for number in range(3)]
+    main, sub = letters("<find the book>"), letters("<look at shelf four>")
+    answered = [*main, *letters("ABC."), *letters("<more>")]
+    samples = [turn(main, letters("ABC."), **ids[0]), turn(sub, letters("none"), **ids[1])]
+    assert find_causes([*samples, turn(answered, letters("D."), **ids[2])], decode=decode).causes == []
+    drifted = [*main, *pairs("ABC"), *letters(".<more>")]
+    (cause,) = find_causes([*samples, turn(drifted, letters("D."), **ids[2])], decode=decode).causes
+    assert (cause.name, cause.samples, cause.common_tokens) == ("retokenised", 1, len(main))
 
 
 def test_answers_with_a_common_beginning_are_recognised():
     """The history's first token is that of another answer, so that somebody did generate it."""
     asked = letters("<go on>")
-    sent = [*asked, *letters("ABCDEF.")]
     again = [*asked, *pairs("ABCDEF"), *letters(".<more>")]
     samples = [
         turn(asked, letters("ABCDEF.")),
@@ -128,9 +117,7 @@ def test_answers_with_a_common_beginning_are_recognised():
         turn(asked, [*pairs("AB"), *letters("Q.")]),
     ]
     (cause,) = find_causes(samples, decode=decode).causes
-    assert cause.name == "retokenised"
-    mended = [samples[0], turn([*sent, *letters("<more>")], letters("XY.")), samples[2]]
-    assert cause.physical_tokens == fold(mended).physical_tokens
+    assert (cause.name, cause.samples, cause.unshared_tokens) == ("retokenised", 1, 7)
 
 
 def prompts(words, tail="You are a clerk. Answer in few words and do not guess."):
@@ -141,50 +128,28 @@ def prompts(words, tail="You are a clerk. Answer in few words and do not guess."
 
 
 @pytest.mark.parametrize(
-    ("words", "detail"),
+    "words",
     [
-        (["Today is 2025-03-04.", "Today is 2025-03-05.", "Today is 2025-11-20."], "date"),
-        (["It is Monday, 3 March 2025.", "It is Tuesday, 4 March 2025."], "date"),
-        (["Time: 12:00:01.", "Time: 12:31:59."], "date"),
-        (["Session 0b5d7a3e-c41f-4d29-8e07-94f1b6a25d38.", "Session f2c96e81-70ad-4b53-9c1e-5a08d7e46f9b."], "id"),
-        (["Request a1b2c3d4e5f6.", "Request f6e5d4c3b2a1."], "id"),
-        (["You have 17 credits.", "You have 230 credits."], "number"),
-        (["Be kind.", "Be stern."], "words"),
+        ["Today is 2025-03-04.", "Today is 2025-03-05."],
+        ["Request a1b2c3.", "Request f6e5d4c3."],
+        ["Be kind", "Be stern"],
     ],
 )
-def test_words_that_should_not_matter_are_named_and_mended(words, detail):
-    samples = prompts(words)
-    (cause,) = find_causes(samples, decode=decode).causes
-    assert (cause.name, cause.detail) == ("prompt", detail)
-    right = fold(prompts([words[0]] * len(words)))
-    # The report does not name the common words, only that all have the same.
-    assert abs(cause.physical_tokens - right.physical_tokens) <= max(map(len, words))
-    assert cause.physical_tokens < fold(samples).physical_tokens
-    assert find_causes(samples).causes == [] or detail in ("number", "words", "date", "id")
+def test_few_words_ahead_of_many_equal_ones(words):
+    for one in (None, decode):
+        (cause,) = find_causes(prompts(words), decode=one).causes
+        assert (cause.name, cause.samples) == ("prompt", 1)
+        assert cause.unshared_tokens > 60
+    assert cause.other_words.startswith(words[0].split()[-1])
+    assert cause.words.startswith(words[1].split()[-1])
+    keyed = [Sample(tokens=s.tokens, loss_mask=s.loss_mask, merge_key=n) for n, s in enumerate(prompts(words))]
+    assert find_causes(keyed, decode=decode).causes == []
 
 
 def test_other_questions_are_no_cause():
-    samples = [
-        turn(
-            letters(f"\nuser: What is {n} plus 4? Think, and give the answer in a box at the very end."),
-            letters(f" {n}"),
-        )
-        for n in (12, 13, 25, 71)
-    ]
+    samples = [turn(letters(f"\nuser: What is {n} plus 4? Answer in a box."), letters(f" {n}")) for n in (12, 13, 25)]
     assert find_causes(samples, decode=decode).causes == []
     assert find_causes(samples).branches
-
-
-def test_random_ids_of_calls_in_two_rollouts():
-    call = '\nuser: renew\nassistant: {"id": "%s", "name": "find", "arguments": {}}\ntool: Ann Lee\nassistant: ok %d'
-    ids = ("call_Ab12Cd34Ef56", "call_Zz98Yy76Xx54")
-    samples = [
-        turn(letters("\nuser: renew\n"), letters((call % (id, n)).partition("renew\n")[2])) for n, id in enumerate(ids)
-    ]
-    (cause,) = find_causes(samples, decode=decode).causes
-    assert cause.name == "call ids"
-    same = [turn(letters("\nuser: renew\n"), letters((call % (ids[0], n)).partition("renew\n")[2])) for n in range(2)]
-    assert cause.physical_tokens == fold(same).physical_tokens
 
 
 def test_a_chain_parts_nowhere():
@@ -193,43 +158,17 @@ def test_a_chain_parts_nowhere():
     assert not find_causes(samples).branches
 
 
-def test_other_merge_keys_are_no_cause():
-    samples = prompts(["Today is 2025-03-04.", "Today is 2025-03-05."])
-    keyed = [Sample(tokens=s.tokens, loss_mask=s.loss_mask, merge_key=n) for n, s in enumerate(samples)]
-    assert find_causes(keyed, decode=decode).causes == []
+def test_texts_that_are_not_compared_are_reported(monkeypatch):
+    samples = samples_of([[("AB", "CDEFGH")] * 4] * 3, history=pairs, with_ids=True)
+    monkeypatch.setattr(causes, "_MOST", 8)
+    found = find_causes(samples, decode=decode)
+    assert not found.is_complete
+    assert sum(cause.samples for cause in found.causes) == 9
 
 
-def array(*tokens):
-    return np.array(tokens, dtype=np.int32)
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    left=st.lists(st.integers(0, 3), max_size=40),
-    right=st.lists(st.integers(0, 3), max_size=40),
-    tail=st.lists(st.integers(0, 3), min_size=8, max_size=12),
-)
-def test_sequences_meet_by_the_shortest_way(left, right, tail):
-    one, other = array(*left, *tail), array(*right, *tail)
-    ways = [
-        (i, j)
-        for i in range(len(one) - 7)
-        for j in range(len(other) - 7)
-        if np.array_equal(one[i : i + 8], other[j : j + 8])
-    ]
-    found = meeting(one, other)
-    assert found in ways
-    assert sum(found) == min(map(sum, ways))
-
-
-def test_an_end_is_met_with_two_tokens():
-    assert meeting_at_end(array(1, 2, 7, 8), array(3, 7, 8, 4)) == (2, 1)
-    assert meeting_at_end(array(1, 8), array(3, 8)) is None
-
-
-@given(text=WORDS, more=WORDS)
-def test_text_ends_with_its_tokens(text, more):
-    assert end_of_text(decode, array(*letters(text), *letters(more)), 0, text) == len(text)
-    if len(text) % 2 == 0:
-        assert end_of_text(decode, array(*pairs(text), *letters(more)), 0, text) == len(text) // 2
-    assert end_of_text(decode, array(*letters(more.lower())), 0, text) is None
+def test_other_routes_of_equal_tokens_are_no_cause():
+    context = {"tokens": list(range(50)), "loss_mask": [0] * 49 + [1]}
+    samples = [Sample(**context, routed_experts=[[[expert]]] * 50) for expert in (0, 1)]
+    found = find_causes(samples, decode=decode)
+    assert found.branches
+    assert found.causes == []

@@ -13,6 +13,7 @@ from harness.tokenizer_folders import CHATML, make_folder, official
 
 from mcore_prefix_tree.data import FieldNames, LineOptions, Skipped, StreamedGroups, load_tokenizer, read_samples
 from mcore_prefix_tree.data.formats import FIELDS, FORMATS, READ
+from mcore_prefix_tree.objectives import make_objective
 from mcore_prefix_tree.sample import SampleError
 
 USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
@@ -135,7 +136,13 @@ def test_preferences(tmp_path, case, table):
     assert with_pair[0][0] == with_pair[1][0] != 7
     assert with_pair[2:] == [(7, True), (7, False)]
     assert [chosen for _, chosen in with_pair] == [True, False] * 2
-    assert [one.source.rpartition(" ")[2] for one in samples] == ["chosen", "rejected"] * 2
+    assert [one.part for one in samples] == ["chosen", "rejected"] * 2
+    for expand_turns in (False, True):
+        pair = read(tmp_path, PREFERENCES[case], table=table, expand_turns=expand_turns)
+        with pytest.raises(
+            SampleError, match=r"rejected.*: this is the rejected answer of a pair, which objective\.name"
+        ):
+            make_objective("sft").check(pair)
 
 
 @pytest.mark.parametrize("table", [False, True])
@@ -209,14 +216,6 @@ def test_both_texts_of_a_pair_are_scored_from_one_token_on(tmp_path):
         whole = [tokenizer.encode_completion("", text).tokens.tolist() for text in ("q:  a", "q: b")]
         assert [chosen.tokens.tolist(), rejected.tokens.tolist()] == whole
         assert chosen.loss_mask.tolist().index(1) == rejected.loss_mask.tolist().index(1) == 2
-
-
-def test_text_with_mistrals_tokenizer(tmp_path):
-    tokenizer = load_tokenizer()
-    (sample,) = read(tmp_path, {"prompt": "2 + 3 =", "completion": " 5"}, tokenizer=tokenizer)
-    vocabulary = tokenizer.vocabulary()
-    assert sample.tokens.tolist() == [vocabulary.bos, *tokenizer.encode_text("2 + 3 = 5"), vocabulary.eos]
-    assert int(sample.loss_mask.sum()) == len(sample) - 1 - len(tokenizer.encode_text("2 + 3 ="))
 
 
 IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}

@@ -125,23 +125,6 @@ def test_every_turn_of_any_text_is_the_official_encoding(tokenizers, template, v
 
 
 @needs_transformers
-def test_scored_tokens_decode_to_the_assistants_text(tmp_path):
-    folder = make_folder(tmp_path / "tokenizer", CHATML)
-    tokenizer, reference = load_tokenizer(folder), official(folder)
-    path = write_chat(tmp_path, ROWS)
-    (whole,) = read_samples(path, tokenizer=tokenizer, vocab_size=tokenizer.vocab_size)
-    expanded = read_samples(path, tokenizer=tokenizer, expand_turns=True)
-    assert [reference.decode(sample.tokens[sample.loss_mask > 0]) for sample in expanded] == [
-        '<tool_call>find {"id": 7, "deep": [1]}</tool_call><|im_end|>',
-        " it is lost\n<|im_end|>",
-        "sorry<|im_end|>",
-        "no<|im_end|>",
-    ]
-    assert whole.tokens.tolist() == expanded[-1].tokens.tolist()
-    assert whole.tokens[whole.loss_mask > 0].tolist() == [t for s in expanded for t in s.tokens[s.loss_mask > 0]]
-
-
-@needs_transformers
 @pytest.mark.parametrize("arguments", ["[7]", "7.5", "[]"])
 def test_arguments_that_are_no_object_are_written_as_json(tmp_path, arguments):
     folder = make_folder(tmp_path / "tokenizer", CHATML)
@@ -320,19 +303,14 @@ TODAY = (
         ({"strftime_now": "2026-11-20"}, "20 Nov 2026<"),
         ({"date_string": "26 Jul 2024"}, "26 Jul 2024<"),
         ({"date_string": "1 Jan", "strftime_now": "2026-11-20"}, "1 Jan<"),
+        ({"date_string": "", "enable_thinking": True}, "think<"),
+        ({"date_string": "", "enable_thinking": False}, "<"),
     ],
 )
-def test_templates_clock_uses_the_configured_date(tmp_path, given, starts):
-    tokenizer = load_tokenizer(make_folder(tmp_path / "tokenizer", TODAY + CHATML), given)
+def test_template_receives_its_arguments_and_the_date(tmp_path, given, starts):
+    head = TODAY + "{{ 'think' if enable_thinking }}"
+    tokenizer = load_tokenizer(make_folder(tmp_path / "tokenizer", head + CHATML), given)
     assert tokenizer.decode(tokenizer.encode_turns(parse_messages(ROWS))[0].tokens).startswith(starts)
-
-
-@needs_transformers
-def test_template_receives_its_arguments(tmp_path):
-    folder = make_folder(tmp_path / "tokenizer", "{{ 'think' if enable_thinking else 'hush' }}" + CHATML)
-    for told, starts in (({"enable_thinking": True}, "think<"), ({"enable_thinking": False}, "hush<"), ({}, "hush<")):
-        tokenizer = load_tokenizer(folder, told)
-        assert tokenizer.decode(tokenizer.encode_turns(parse_messages(ROWS))[0].tokens).startswith(starts)
 
 
 @needs_transformers
@@ -375,21 +353,14 @@ def test_words_that_only_look_like_a_clock(tmp_path):
 
 
 @needs_transformers
-def test_a_template_that_cannot_be_parsed(tmp_path):
-    folder = make_folder(tmp_path / "tokenizer", CHATML + "{{ 'open }}")
-    with pytest.raises(ValueError, match="has a chat template that cannot be parsed: "):
-        load_tokenizer(folder)
-
-
-@needs_transformers
-def test_a_folder_without_a_chat_template(tmp_path):
-    folder = make_folder(tmp_path / "tokenizer", None)
-    with pytest.raises(ValueError, match=r"has no chat template; add chat_template\.jinja"):
-        load_tokenizer(folder)
-
-
-@needs_transformers
-def test_a_folder_without_a_tokenizer(tmp_path):
+def test_folders_that_are_refused(tmp_path):
+    for name, template, says in (
+        ("open", CHATML + "{{ 'open }}", "has a chat template that cannot be parsed: "),
+        ("none", None, r"has no chat template; add chat_template\.jinja"),
+    ):
+        folder = make_folder(tmp_path / name, template)
+        with pytest.raises(ValueError, match=says):
+            load_tokenizer(folder)
     with pytest.raises(ValueError, match="transformers cannot load this folder: "):
         load_tokenizer(str(tmp_path))
 
@@ -404,30 +375,13 @@ def test_transformers_missing(tmp_path, monkeypatch):
     )
 
 
-@needs_transformers
-def test_code_of_a_tokenizer_folder_is_not_run(tmp_path, monkeypatch):
-    folder = make_folder(tmp_path / "folder", CHATML)
-    marker = tmp_path / "executed"
-    code = f"import pathlib\npathlib.Path({str(marker)!r}).touch()\nclass Evil: pass\n"
-    (tmp_path / "folder" / "evil.py").write_text(code)
-    config = tmp_path / "folder" / "tokenizer_config.json"
-    changed = json.loads(config.read_text()) | {
-        "tokenizer_class": "Evil",
-        "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]},
-    }
-    config.write_text(json.dumps(changed))
-    # A person at a terminal would be asked, and a job might answer for one.
-    monkeypatch.setattr("builtins.input", lambda *_: "y")
-    with suppress(ValueError):
-        load_tokenizer(str(folder))
-    assert not marker.exists()
-
-
-def emptied(folder, change):
-    path = folder / "tokenizer.json"
-    content = json.loads(path.read_text())
+def rewritten(folder, name, change):
+    """Change one JSON file of a folder."""
+    path = Path(folder) / name
+    content = json.loads(path.read_text()) if path.exists() else {}
     change(content)
     path.write_text(json.dumps(content))
+    return folder
 
 
 @needs_transformers
@@ -443,58 +397,38 @@ def emptied(folder, change):
     ids=["all", "vocabulary", "only unknown", "words", "normalizer"],
 )
 def test_folder_that_makes_nothing_of_text_is_refused(tmp_path, change):
-    folder = make_folder(tmp_path / "folder", CHATML)
-    emptied(tmp_path / "folder", change)
+    folder = rewritten(make_folder(tmp_path / "folder", CHATML), "tokenizer.json", change)
     with pytest.raises(ValueError, match=r"^tokenizer '.*folder' (makes (nothing|unknown|control)|: transformers)"):
         load_tokenizer(str(folder))
 
 
 @needs_transformers
 def test_tokenizer_of_few_words_is_accepted(tmp_path):
-    folder = make_folder(tmp_path / "folder", CHATML)
     words = {"<|im_start|>": 0, "<|im_end|>": 1, "?": 2, "ᚠᚢᚦ": 3}
-    emptied(
-        tmp_path / "folder",
-        lambda content: content.update(
-            model={"type": "WordLevel", "vocab": words, "unk_token": "?"},
-            pre_tokenizer={"type": "Whitespace"},
-            decoder=None,
-        ),
-    )
-    assert load_tokenizer(str(folder)).encode_text("ᚠᚢᚦ") == [3]
+    model = {"type": "WordLevel", "vocab": words, "unk_token": "?"}
+    changes = {"model": model, "pre_tokenizer": {"type": "Whitespace"}, "decoder": None}
+    folder = make_folder(tmp_path / "folder", CHATML)
+    rewritten(folder, "tokenizer.json", lambda content: content.update(changes))
+    assert load_tokenizer(folder).encode_text("ᚠᚢᚦ") == [3]
 
 
-def rewritten(folder, name, change):
-    """Change one JSON file of a folder."""
-    path = Path(folder) / name
-    content = json.loads(path.read_text()) if path.exists() else {}
-    change(content)
-    path.write_text(json.dumps(content))
-    return folder
-
-
-BEYOND = {
-    "tokenizer.json": lambda content: content["added_tokens"][0].update(id=2**31),
-    "tokenizer_config.json": lambda content: content.update(
-        added_tokens_decoder={str(2**31): {"content": "<|far|>", "special": True}}
+BEYOND = [
+    ("tokenizer.json", 2**31, lambda content: content["added_tokens"][0].update(id=2**31)),
+    ("tokenizer.json", 2**31, lambda content: content["model"]["vocab"].update(far=2**31)),
+    ("tokenizer.json", 2**32 - 1, lambda content: content["model"]["vocab"].update(far=2**32 - 1)),
+    (
+        "tokenizer_config.json",
+        2**31,
+        lambda content: content.update(added_tokens_decoder={str(2**31): {"content": "<|far|>", "special": True}}),
     ),
-}
+]
 
 
 @needs_transformers
-@pytest.mark.parametrize("name", BEYOND)
-def test_an_added_token_beyond_int32_is_refused(tmp_path, name):
-    folder = rewritten(make_folder(tmp_path / "tokenizer", CHATML), name, BEYOND[name])
-    with pytest.raises(ValueError, match=r"its token '<\|.*\|>' has the id 2147483648; token ids are 0 to 2147483647"):
-        load_tokenizer(folder)
-
-
-@needs_transformers
-@pytest.mark.parametrize("token_id", [2**31, 2**32 - 1])
-def test_a_token_of_the_model_beyond_int32_is_refused(tmp_path, token_id):
-    folder = make_folder(tmp_path / "tokenizer", CHATML)
-    rewritten(folder, "tokenizer.json", lambda content: content["model"]["vocab"].update(far=token_id))
-    with pytest.raises(ValueError, match=f"its token 'far' has the id {token_id}; token ids are 0 to 2147483647"):
+@pytest.mark.parametrize(("name", "token_id", "change"), BEYOND)
+def test_a_token_beyond_int32_is_refused(tmp_path, name, token_id, change):
+    folder = rewritten(make_folder(tmp_path / "tokenizer", CHATML), name, change)
+    with pytest.raises(ValueError, match=f"its token '.*' has the id {token_id}; token ids are 0 to 2147483647"):
         load_tokenizer(folder)
 
 
@@ -524,7 +458,8 @@ def test_warning_says_that_a_folders_code_is_not_run(with_code, tmp_path, name, 
 
 
 @needs_transformers
-def test_a_folder_that_needs_its_code_is_refused_by_name(with_code, tmp_path):
+def test_a_folder_that_needs_its_code_is_refused_by_name(with_code, tmp_path, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # a person at a terminal would be asked, or a job answers
     change = {"auto_map": {"AutoTokenizer": ["own.Own", None]}, "tokenizer_class": "Own"}
     rewritten(with_code, "tokenizer_config.json", lambda content: content.update(change))
     with pytest.raises(ValueError, match=r"of its tokenizer_config\.json names custom code, which is never run"):
