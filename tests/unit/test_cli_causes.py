@@ -229,6 +229,6 @@ def test_a_step_larger_than_the_file_ends_at_once_with_figures_of_the_file(turns
         "each of them once."
     )
     (step,) = [line.split() for line in done.stdout.splitlines() if line.startswith("  in training steps")]
-    assert step[3:] == ["4.12x", "4.12x", "to", "4.12x,", "1", "step", "of", "48", "samples,", order]
+    assert step[3:] == ["4.12x", "4.12x-4.12x,", "1", "step", "of", "48", "samples,", order]
     report = report_of(turns, "--global-batch-size", 1_000_000)
     assert report["steps"]["fold_ratio"]["mean"] == report["fold_ratio"]
