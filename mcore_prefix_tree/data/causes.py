@@ -136,7 +136,10 @@ def _name_texts(text: str, other_text: str, word: int, differs: int) -> CauseNam
 
 
 def find_causes(samples: Sequence[Sample], *, decode: Decode | None = None) -> Causes:
-    """Find why samples share less than they should; texts are unknown if ``decode`` is or returns None."""
+    """Find why samples share at least one per cent less than they should.
+
+    Texts are unknown if ``decode`` is None or returns None.
+    """
     search = _Search(samples, decode, _MOST)
     rollouts: dict[Hashable, list[int]] = defaultdict(list)
     for index, sample in enumerate(samples):
@@ -155,8 +158,11 @@ def find_causes(samples: Sequence[Sample], *, decode: Decode | None = None) -> C
             _find_repeated(search, order, shared, place)
         if place:
             _compare_contexts(search, order, shared, place)
+    # Less than a hundredth of the unique tokens is not worth a change of the data.
+    unique = sum(map(len, samples)) - sum(shared)
+    costly = [cause for cause in search.found.values() if 100 * cause.unshared_tokens >= unique]
     return Causes(
-        causes=sorted(search.found.values(), key=lambda cause: -cause.unshared_tokens),
+        causes=sorted(costly, key=lambda cause: -cause.unshared_tokens),
         branches=any(shared[place] < len(samples[order[place - 1]]) for place in range(1, len(order))),
         is_complete=search.texts_left >= 0,
     )

@@ -134,16 +134,25 @@ def test_missing_field_error_names_the_argument_that_writes_it(rollouts: Path, t
     assert "`--prefix-tree-score FILE` with the checkpoints that the samples were drawn from writes it" in error
 
 
+OWN = {"tokens": "input_ids", "group": "task", "reward": "score"}
+VERL = {"tokens": "input_ids", "group": "uid", "old_logprobs": "old_log_probs"}
+
+
 @pytest.mark.slow
-def test_renamed_fields_and_groups_that_lie_apart_train_alike(rollouts: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "theirs"),
+    [(f"--prefix-tree-fields {json.dumps(OWN, separators=(',', ':'))}", OWN), ("--prefix-tree-format verl", VERL)],
+    ids=["fields", "format"],
+)
+def test_renamed_fields_and_groups_that_lie_apart_train_alike(
+    words: str, theirs: dict[str, str], rollouts: Path, tmp_path: Path
+) -> None:
     rows = [json.loads(line) for line in rollouts.read_text().splitlines()]
-    theirs = {"tokens": "input_ids", "group": "task", "reward": "score"}
     apart = [row for member in range(4) for row in rows[member::4]]
     renamed = [{theirs.get(name, name): value for name, value in row.items()} for row in apart]
     write_rows(tmp_path / "renamed.jsonl", renamed)
     common = (CPU, MODEL, TRAIN, FOLDED, "--exit-interval 2")
-    fields = f"--prefix-tree-fields {json.dumps(theirs, separators=(',', ':'))}"
-    run = trained(ENTRY, *common, objective_words(tmp_path / "renamed.jsonl", "grpo"), fields)
+    run = trained(ENTRY, *common, objective_words(tmp_path / "renamed.jsonl", "grpo"), words)
     expected = trained(ENTRY, *common, objective_words(rollouts, "grpo"))
     for iteration, figures in expected.iterations.items():
         for name in ("grad norm", METRICS["grpo"], "fold ratio"):
