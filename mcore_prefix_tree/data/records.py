@@ -41,22 +41,15 @@ from mcore_prefix_tree.signals import Signals
 
 @dataclass(frozen=True, kw_only=True)
 class LineOptions:
-    """Settings that a record's samples depend on.
+    """Settings that a record's samples depend on."""
 
-    Attributes:
-        tokenizer: tokenizer that encodes ``messages``; data that is all ``tokens`` needs none.
-        expand_turns: whether to make a sample of every assistant turn, with its full history as prefix and only that
-            turn scored, instead of one sample per conversation. They are turns of one rollout: its reward counts once.
-        vocab_size: vocabulary size of the model; token ids have to be below it.
-        limits: largest number of tokens of a sample, by the name of the setting (``batch.max_tokens``).
-        renderings: further tokenizers for other models' chat formats; see ``Sample.renderings``.
-    """
-
-    tokenizer: ChatTokenizer | None = None
+    tokenizer: ChatTokenizer | None = None  # encodes ``messages``; data that is all ``tokens`` needs none
+    # Whether to make a sample of every assistant turn, with its full history as prefix and only that turn scored,
+    # instead of one sample per conversation. They are turns of one rollout: its reward counts once.
     expand_turns: bool = False
-    vocab_size: int | None = None
-    limits: Mapping[str, int] = field(default_factory=dict)
-    renderings: Sequence[ChatTokenizer] = ()
+    vocab_size: int | None = None  # vocabulary size of the model; token ids have to be below it
+    limits: Mapping[str, int] = field(default_factory=dict)  # most tokens of a sample, by setting (batch.max_tokens)
+    renderings: Sequence[ChatTokenizer] = ()  # for other models' chat formats; see ``Sample.renderings``
     names: FieldNames = field(default_factory=FieldNames)
 
     def __post_init__(self) -> None:
