@@ -112,10 +112,7 @@ class StreamedGroups(Sequence[list[Sample]]):
             raise SampleError(fault)
 
     def _go_through(
-        self,
-        ranks: Ranks,
-        check: Callable[[list[Sample]], None] | None,
-        progress: Callable[[int, int], None] | None,
+        self, ranks: Ranks, check: Callable[[list[Sample]], None] | None, progress: Callable[[int, int], None] | None
     ) -> _Part:
         records, size = self._index.part(ranks.rank, ranks.size)
         part = _Part(sizes=np.zeros(len(records), np.int32), goes_on=np.zeros(len(records), np.bool_))
