@@ -42,24 +42,16 @@ _TOOLS, _NEAR = re.compile(r"tools|functions", re.IGNORECASE), 24
 
 @dataclass(kw_only=True)
 class Cause:
-    """A cause, over all samples that have it.
-
-    Attributes:
-        is_format: whether the chat format changes earlier turns itself: the samples are turns of one conversation.
-        samples: number of samples that do not begin as others do because of it.
-        unshared_tokens: tokens of the others that these samples would share.
-        source, other: the first of them, and the sample that it should begin like; both have ``common_tokens``.
-        words, other_words: their texts from there on; None if they cannot be decoded.
-    """
+    """A cause, over all samples that have it."""
 
     name: CauseName
-    is_format: bool
-    samples: int = 0
-    unshared_tokens: int = 0
-    source: str
-    other: str
+    is_format: bool  # whether the chat format changes earlier turns itself: the samples are turns of one conversation
+    samples: int = 0  # number of samples that do not begin as others do because of it
+    unshared_tokens: int = 0  # tokens of the others that these samples would share
+    source: str  # the first of them
+    other: str  # the sample that it should begin like
     common_tokens: int
-    words: str | None
+    words: str | None  # its text behind the common tokens, and the other's; None if they cannot be decoded
     other_words: str | None
 
 

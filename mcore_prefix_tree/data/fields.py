@@ -18,21 +18,16 @@ from mcore_prefix_tree.utils.choices import DataFormat
 class FieldNames:
     """The file's names of our fields, and the handling of its other fields.
 
-    Attributes:
-        given: the file's name of each field, by our name; None for a field with another use in the file.
-        format: trainer or engine whose names the file has, unless ``given`` says otherwise.
-        keeps_others: whether samples carry the unread fields, see ``Sample.carried``; excluded records are then kept
-            too.
-        may_lack: whether all records may lack a name of ``given``.
-
     Raises:
         ValueError: a name is not one of ours, or two fields have the same name in the file.
     """
 
+    # The file's name of each field, by our name; None for a field with another use in the file.
     given: Mapping[str, str | None] = field(default_factory=dict)
-    format: DataFormat | None = None
+    format: DataFormat | None = None  # trainer or engine whose names the file has, unless ``given`` says otherwise
+    # Whether samples carry the unread fields, see ``Sample.carried``; excluded records are then kept too.
     keeps_others: bool = False
-    may_lack: bool = False
+    may_lack: bool = False  # whether all records may lack a name of ``given``
 
     def __post_init__(self) -> None:
         check_names(self.given)

@@ -146,19 +146,11 @@ def _crc_of_signals(sample: Sample, crc: int) -> int:
         # A sample without an id has its line's place, and machines may keep equal files in different places.
         is_place = name in ("group", "rollout", "pair") and f"{sample.source} ".startswith(f"{value} ")
         if value is not default and not is_place:
-            crc = _crc_of_signal(value, crc32(name.encode(), crc))
-    return crc
-
-
-def _crc_of_signal(value: object, crc: int) -> int:
-    if isinstance(value, (Teacher, SamplingMask)):
-        parts: list[Any] = [part for part in vars(value).values() if part is not None]
-    elif isinstance(value, RoutedExperts):
-        parts = [value.digest]
-    else:
-        parts = [value]
-    for part in parts:
-        crc = crc32(part.tobytes() if isinstance(part, np.ndarray) else repr(part).encode(), crc)
+            crc, parts = crc32(name.encode(), crc), [value.digest if isinstance(value, RoutedExperts) else value]
+            if isinstance(value, (Teacher, SamplingMask)):
+                parts = [part for part in vars(value).values() if part is not None]
+            for part in parts:
+                crc = crc32(part.tobytes() if isinstance(part, np.ndarray) else repr(part).encode(), crc)
     return crc
 
 

@@ -83,8 +83,8 @@ class Example:
 
 
 def _tokens(row: Row, source: str) -> list[Example]:
-    found = read_token_row({name: one for name, one in row.items() if one is not None})
-    return [Example(content=TokenIds(ids=found.ids, loss_mask=found.loss_mask), signals=found.signals)]
+    ids, mask, signals = read_token_row({name: one for name, one in row.items() if one is not None})
+    return [Example(content=TokenIds(ids=ids, loss_mask=mask), signals=signals)]
 
 
 def _messages(row: Row, source: str) -> list[Example]:
@@ -315,10 +315,7 @@ class Format:
     """A model of a format's records, the function that makes their examples, and keys that are refused."""
 
     def __init__(
-        self,
-        examples: Callable[[Row, str], list[Example]],
-        keys: Sequence[str],
-        refused: Mapping[str, str] = _REFUSED,
+        self, examples: Callable[[Row, str], list[Example]], keys: Sequence[str], refused: Mapping[str, str] = _REFUSED
     ) -> None:
         own: dict[str, Any] = dict.fromkeys((*SIGNALS, *keys), (Any, None))
         self.record: type[Record] = create_model("Record", __base__=Record, **own)

@@ -40,11 +40,7 @@ def unit_of(sample: Sample, by: GroupedBy, setting: str) -> Hashable:
 
 
 def whole_groups(
-    lines: Sequence[Sequence[Sample]],
-    by: GroupedBy,
-    *,
-    step: int | None,
-    setting: str,
+    lines: Sequence[Sequence[Sample]], by: GroupedBy, *, step: int | None, setting: str
 ) -> list[list[Sample]]:
     """Join the lines of each group, rollout or pair, in the order of their first lines; skip lines without samples.
 

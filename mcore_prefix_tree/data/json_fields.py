@@ -85,7 +85,11 @@ def format_json(value: object, field: str) -> str:
 
 def shorten_json(value: object) -> str:
     """Return the beginning of a value's JSON text, for an error."""
-    return f"{json.dumps(value, default=str):.40}"
+    try:
+        text = json.dumps(value, default=str)
+    except RecursionError:  # it was just read, with a little less of the stack in use
+        return "a nested list or object"
+    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def json_kind(value: object) -> str:

@@ -183,13 +183,7 @@ def fault_of_unread(
 
 
 def _fault_of_tokens(
-    name: str,
-    value: Any,
-    row: Mapping[str, Any],
-    given: Mapping[str, str | None],
-    meant: str | None,
-    *,
-    has_mask: bool,
+    name: str, value: Any, row: Mapping[str, Any], given: Mapping[str, str | None], meant: str | None, *, has_mask: bool
 ) -> str | None:
     """Return the fault of a field of a row of token ids, which could be ``meant`` as one of ours."""
     # Fields that say which tokens are the prompt's: without any mask, the prompt is scored.

@@ -197,13 +197,7 @@ def _weight(value: object, field: str) -> float:
 
 def _read_thinking(message: Mapping[str, Any], role: str, field: str) -> str:
     """Return the thinking that a message keeps apart, or ""; raise ChatError for other types, names or roles."""
-    given = {}
-    for name in THINKING:
-        value = message.get(name)
-        if value is not None and not isinstance(value, str):
-            raise ChatError(f"field '{field}.{name}' must be a string, not {json_kind(value)}")
-        if value:
-            given[name] = value
+    given = {name: text for name in THINKING if (text := _optional_text(message, name, field))}
     if not given:
         return ""
     if role != "assistant":
@@ -214,7 +208,7 @@ def _read_thinking(message: Mapping[str, Any], role: str, field: str) -> str:
     return next(iter(given.values()))
 
 
-def _optional_text(entry: dict[str, Any], name: str, field: str) -> str | None:
+def _optional_text(entry: Mapping[str, Any], name: str, field: str) -> str | None:
     value = entry.get(name)
     return None if value is None else read_text_value(value, f"{field}.{name}")
 
@@ -262,10 +256,8 @@ def _tool_calls(value: object, field: str, calls_seen: int, schemas: Mapping[str
             raise ChatError(f"field '{field}[{index}]' must be an object with 'name' and 'arguments'")
         name = read_text_value(function.get("name"), f"{field}[{index}].name")
         arguments = _read_arguments(function.get("arguments"), f"{field}[{index}].arguments", schemas.get(name))
-        call_id = entry.get("id")
-        call_id = (
-            f"call{calls_seen + index + 1:05d}" if call_id is None else read_text_value(call_id, f"{field}[{index}].id")
-        )
+        call_id = _optional_text(entry, "id", f"{field}[{index}]")
+        call_id = f"call{calls_seen + index + 1:05d}" if call_id is None else call_id
         calls.append(ToolCall(id=call_id, name=name, arguments=arguments))
     return tuple(calls)
 

@@ -117,28 +117,19 @@ class MistralChatTokenizer:
 
     def vocabulary(self) -> Vocabulary:
         """See ``ChatTokenizer.vocabulary``."""
-        text_tokenizer = self._text_tokenizer
-        special = frozenset(int(token) for token in text_tokenizer.special_ids)
-        ids = range(self.vocab_size)
-        if isinstance(text_tokenizer, Tekkenizer):
-            # A part of a character has no text, so its piece is its bytes; a control token's piece is its name.
-            return Vocabulary(
-                pieces=[
-                    text_tokenizer.id_to_piece(i) if i in special else text_tokenizer.id_to_byte_piece(i) for i in ids
-                ],
-                spelling="bytes",
-                special=special,
-                bos=int(text_tokenizer.bos_id),
-                eos=self._end_of_turn,
-            )
-        pieces = [text_tokenizer.id_to_piece(i) for i in ids]
+        tokens = self._text_tokenizer
+        is_tekken = isinstance(tokens, Tekkenizer)
+        special = frozenset(map(int, tokens.special_ids))
+        # To Tekken, a part of a character has no text, so its piece is its bytes; a control token's piece is its name.
+        is_bytes = [is_tekken and token not in special for token in range(self.vocab_size)]
+        pieces = [(tokens.id_to_byte_piece if own else tokens.id_to_piece)(i) for i, own in enumerate(is_bytes)]
+        has_space = not is_tekken and pieces[self.encode_text("0")[0]].startswith("\u2581")
         return Vocabulary(
             pieces=pieces,
-            spelling="sentencepiece",
-            special=special | {int(text_tokenizer.unk_id)},
-            # The formats encode each text between control tokens by itself.
-            dummy_space="always" if pieces[self.encode_text("0")[0]].startswith("\u2581") else "never",
-            bos=int(text_tokenizer.bos_id),
+            spelling="bytes" if is_tekken else "sentencepiece",
+            special=special if is_tekken else special | {int(tokens.unk_id)},
+            dummy_space="always" if has_space else "never",  # each text between control tokens is encoded by itself
+            bos=int(tokens.bos_id),
             eos=self._end_of_turn,
         )
 

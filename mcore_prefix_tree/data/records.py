@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -24,7 +23,7 @@ from mcore_prefix_tree.data.formats import (
     make_examples,
     read_excluded,
 )
-from mcore_prefix_tree.data.json_fields import ChatError
+from mcore_prefix_tree.data.json_fields import ChatError, shorten_json
 from mcore_prefix_tree.data.keys import fault_of_unread
 from mcore_prefix_tree.data.messages import parse_messages, parse_tools, unread_keys
 from mcore_prefix_tree.data.signal_fields import (
@@ -41,22 +40,15 @@ from mcore_prefix_tree.signals import Signals
 
 @dataclass(frozen=True, kw_only=True)
 class LineOptions:
-    """Settings that a record's samples depend on.
+    """Settings that a record's samples depend on."""
 
-    Attributes:
-        tokenizer: tokenizer that encodes ``messages``; data that is all ``tokens`` needs none.
-        expand_turns: whether to make a sample of every assistant turn, with its full history as prefix and only that
-            turn scored, instead of one sample per conversation. They are turns of one rollout: its reward counts once.
-        vocab_size: vocabulary size of the model; token ids have to be below it.
-        limits: largest number of tokens of a sample, by the name of the setting (``batch.max_tokens``).
-        renderings: further tokenizers for other models' chat formats; see ``Sample.renderings``.
-    """
-
-    tokenizer: ChatTokenizer | None = None
+    tokenizer: ChatTokenizer | None = None  # encodes ``messages``; data that is all ``tokens`` needs none
+    # Whether to make a sample of every assistant turn, with its full history as prefix and only that turn scored,
+    # instead of one sample per conversation. They are turns of one rollout: its reward counts once.
     expand_turns: bool = False
-    vocab_size: int | None = None
-    limits: Mapping[str, int] = field(default_factory=dict)
-    renderings: Sequence[ChatTokenizer] = ()
+    vocab_size: int | None = None  # vocabulary size of the model; token ids have to be below it
+    limits: Mapping[str, int] = field(default_factory=dict)  # most tokens of a sample, by setting (batch.max_tokens)
+    renderings: Sequence[ChatTokenizer] = ()  # for other models' chat formats; see ``Sample.renderings``
     names: FieldNames = field(default_factory=FieldNames)
 
     def __post_init__(self) -> None:
@@ -202,24 +194,16 @@ def _check_ids(content: TokenIds) -> None:
     if isinstance(tokens, list):
         if not set(map(type, tokens)) <= {int}:
             at = next(at for at, token in enumerate(tokens) if type(token) is not int)
-            bad = f"must be a flat list of integers, but index {at} is {_short(tokens[at])}"
+            bad = f"must be a flat list of integers, but index {at} is {shorten_json(tokens[at])}"
         elif tokens and not (min(tokens) >= 0 and max(tokens) <= INT32_MAX):
             at = next(at for at, token in enumerate(tokens) if not 0 <= token <= INT32_MAX)
-            bad = f"has {_short(tokens[at])} at index {at}; token ids are 0 to {INT32_MAX}"
+            bad = f"has {shorten_json(tokens[at])} at index {at}; token ids are 0 to {INT32_MAX}"
     elif not isinstance(tokens, np.ndarray):
         bad = "must be a flat list of integers"
     if bad:
         raise ChatError(f"field 'tokens' {bad}")
     if not isinstance(content.loss_mask, (list, np.ndarray, type(None))):
         raise ChatError("field 'loss_mask' must be a flat list of numbers")
-
-
-def _short(value: object) -> str:
-    try:
-        text = json.dumps(value, default=str)
-    except RecursionError:  # it was just read, with a little less of the stack in use
-        return "a nested list or object"
-    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 # Token ids and loss mask of a sample.
@@ -323,28 +307,28 @@ def _beyond_limits(sample: Sample, options: LineOptions) -> tuple[SampleError, K
     if options.vocab_size is None:
         return None
     size, teacher, mask = options.vocab_size, sample.signals.teacher, sample.signals.sampling_mask
+    beyond = np.zeros(1, dtype=np.bool_)
+    if teacher is not None and teacher.tokens is None:
+        beyond = (teacher.token_ids >= size).any(axis=1) & (sample.loss_mask != 0)
+        beyond[:1] = False  # nothing predicts the first token
     if (sample.tokens >= size).any():
         at = int(np.argmax(sample.tokens >= size))
         fault = (
             f"field 'tokens' has {sample.tokens[at]} at index {at}, outside the model's vocabulary of {size}; use the "
             "model's tokenizer or a larger vocabulary"
         )
-        return SampleError(f"{sample.source}: {fault}"), "outside the vocabulary"
-    if teacher is not None and teacher.tokens is None:
-        beyond = (teacher.token_ids >= size).any(axis=1) & (sample.loss_mask != 0)
-        beyond[:1] = False  # nothing predicts the first token
-        if beyond.any():
-            fault = (
-                f"field 'teacher' has a token at index {int(np.argmax(beyond))} outside the model's vocabulary of "
-                f"{size}; distil from a teacher of the same vocabulary"
-            )
-            return SampleError(f"{sample.source}: {fault}"), "outside the vocabulary"
-    if mask is not None and mask.token_ids.max(initial=0) >= size:
+    elif beyond.any():
+        fault = (
+            f"field 'teacher' has a token at index {int(np.argmax(beyond))} outside the model's vocabulary of {size}; "
+            "distil from a teacher of the same vocabulary"
+        )
+    elif mask is not None and mask.token_ids.max(initial=0) >= size:
         at = int(np.argmax(mask.token_ids >= size))
         token = int(np.searchsorted(mask.offsets, at, side="right")) - 1
         fault = (
             f"field 'sampling_mask' keeps {mask.token_ids[at]} at index {token}, outside the model's vocabulary of "
             f"{size}; use the model that drew the tokens"
         )
-        return SampleError(f"{sample.source}: {fault}"), "outside the vocabulary"
-    return None
+    else:
+        return None
+    return SampleError(f"{sample.source}: {fault}"), "outside the vocabulary"

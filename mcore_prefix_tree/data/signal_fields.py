@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from mcore_prefix_tree.data.json_fields import ChatError
-from mcore_prefix_tree.data.packed_arrays import KEYS
 from mcore_prefix_tree.data.token_rows import unpack_routes, with_offsets
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.signals import PER_TOKEN, SamplingMask, Signals, Teacher, check_turn
@@ -33,7 +32,7 @@ def signals_of_tokens(row: Mapping[str, Any]) -> Signals | None:
             isinstance(value, float) and not math.isfinite(value)
         ):
             raise ChatError(f"field '{name}' must be a string, a finite number or a boolean")
-    readers = {"teacher": _teacher, "sampling_mask": _sampling_mask, "routed_experts": _routed_experts}
+    readers = {"teacher": _teacher, "sampling_mask": _sampling_mask, "routed_experts": unpack_routes}
     given |= {name: read(given[name]) for name, read in readers.items() if name in given}
     return Signals(**given) if given else None
 
@@ -48,8 +47,7 @@ def _teacher(value: Any) -> Teacher:
 
 
 def _sampling_mask(value: Any) -> SamplingMask:
-    if isinstance(value, dict) and set(value) == {"token_ids", "counts"}:
-        value = with_offsets(value, "sampling_mask")
+    value = with_offsets(value)
     if isinstance(value, dict) and set(value) == {"token_ids", "offsets"}:
         return SamplingMask(**value)
     if isinstance(value, (list, np.ndarray)):
@@ -60,16 +58,6 @@ def _sampling_mask(value: Any) -> SamplingMask:
     raise ChatError(
         "field 'sampling_mask' must be a list of ids for each token, or an object with 'token_ids' and 'offsets'"
     )
-
-
-def _routed_experts(value: Any) -> Any:
-    value = unpack_routes(value if isinstance(value, dict) else {"ids": value}, "routed_experts")
-    if not isinstance(value, (list, np.ndarray)):
-        raise ChatError(
-            "field 'routed_experts' must be lists [tokens, layers, top-k], or an object with "
-            f"{', '.join(map(repr, sorted(KEYS)))}"
-        )
-    return value
 
 
 def warn_placeholder(sample: Sample) -> None:

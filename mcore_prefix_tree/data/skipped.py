@@ -19,25 +19,18 @@ _FIELDS = 40
 
 @dataclass
 class Skipped:
-    """Skipped samples: those that a record excludes, and with ``on_error="skip"`` bad ones.
+    """Skipped samples: those that a record excludes, and with ``on_error="skip"`` bad ones."""
 
-    Attributes:
-        count: number of bad ones: lines that cannot be read, and samples that are too long. A conversation that cannot
-            be encoded counts once, regardless of its turns.
-        kinds: number for each reason. An ``"unreadable"`` line is not a record; the fields of a ``"malformed"`` record
-            give no samples.
-        first: reasons of the first few; each names file, line and field.
-        excluded: number of records, or completions of a record, whose field ``exclude`` is true.
-        records: number of records that were read.
-        unread: number of them that have each field which is not read.
-    """
-
+    # Number of bad ones: lines that cannot be read, and samples that are too long. A conversation that cannot be
+    # encoded counts once, regardless of its turns.
     count: int = 0
+    # Number for each reason. An ``"unreadable"`` line is not a record; the fields of a ``"malformed"`` record give no
+    # samples.
     kinds: Counter[Kind] = field(default_factory=Counter)
-    first: list[str] = field(default_factory=list)
-    excluded: int = 0
-    records: int = field(default=0, compare=False)
-    unread: Counter[str] = field(default_factory=Counter)
+    first: list[str] = field(default_factory=list)  # reasons of the first few; each names file, line and field
+    excluded: int = 0  # number of records, or completions of a record, whose field ``exclude`` is true
+    records: int = field(default=0, compare=False)  # number of records that were read
+    unread: Counter[str] = field(default_factory=Counter)  # number of them that have each field which is not read
 
     def __bool__(self) -> bool:
         """Return whether anything was skipped."""

@@ -37,27 +37,19 @@ _ALIGNED = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The samples that a job takes, and their order.
-
-    Attributes:
-        step: number of samples per step, or of its units if ``counts_units``, regardless of their sizes.
-        grouped_by: kind of unit that a step takes as one; None for single samples.
-        whole_steps: whether an epoch drops the units that do not fill a step.
-        is_streamed: whether samples are read when a step needs them.
-        objective: setting that names the objective, for messages.
-    """
+    """The samples that a job takes, and their order."""
 
     paths: Sequence[str]
     options: LineOptions
     seed: int
     order: Order
-    step: int
-    grouped_by: GroupedBy | None = None
+    step: int  # number of samples per step, or of its units if ``counts_units``, regardless of their sizes
+    grouped_by: GroupedBy | None = None  # kind of unit that a step takes as one; None for single samples
     counts_units: bool = False
-    whole_steps: bool = False
+    whole_steps: bool = False  # whether an epoch drops the units that do not fill a step
     on_error: OnError = "raise"
-    is_streamed: bool = False
-    objective: str = ""
+    is_streamed: bool = False  # whether samples are read when a step needs them
+    objective: str = ""  # setting that names the objective, for messages
     ranks: Ranks = ALONE
 
     def read(

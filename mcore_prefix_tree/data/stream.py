@@ -112,10 +112,7 @@ class StreamedGroups(Sequence[list[Sample]]):
             raise SampleError(fault)
 
     def _go_through(
-        self,
-        ranks: Ranks,
-        check: Callable[[list[Sample]], None] | None,
-        progress: Callable[[int, int], None] | None,
+        self, ranks: Ranks, check: Callable[[list[Sample]], None] | None, progress: Callable[[int, int], None] | None
     ) -> _Part:
         records, size = self._index.part(ranks.rank, ranks.size)
         part = _Part(sizes=np.zeros(len(records), np.int32), goes_on=np.zeros(len(records), np.bool_))
@@ -227,22 +224,16 @@ class StreamedGroups(Sequence[list[Sample]]):
 
 @dataclass(kw_only=True, eq=False)
 class _Part:
-    """Findings of one rank in its N records.
+    """Findings of one rank in its N records."""
 
-    Attributes:
-        sizes: int32 ``[N]``, samples of each record.
-        goes_on: bool ``[N]``, whether a record's samples belong to the unit before it.
-        keys: uint64 ``[n, 2]``, digest of the id of each unit that begins here.
-        failure, fault: first error of the records, which ended the pass, and of ``check``; or "".
-    """
-
-    sizes: npt.NDArray[np.int32]
-    goes_on: npt.NDArray[np.bool_]
+    sizes: npt.NDArray[np.int32]  # int32 ``[N]``, samples of each record
+    goes_on: npt.NDArray[np.bool_]  # bool ``[N]``, whether a record's samples belong to the unit before it
+    # uint64 ``[n, 2]``, digest of the id of each unit that begins here.
     keys: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros((0, 2), np.uint64))
     left_out: Skipped = field(default_factory=Skipped)
     seen: set[str] = field(default_factory=set)
-    failure: str = ""
-    fault: str = ""
+    failure: str = ""  # first error of the records, which ended the pass
+    fault: str = ""  # first error of ``check``
     is_scored: bool = False
 
     def check(self, unit: list[Sample], check: Callable[[list[Sample]], None] | None) -> None:

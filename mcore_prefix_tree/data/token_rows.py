@@ -28,17 +28,8 @@ _TEACHER_ROWS = ("token_ids", "logprobs")
 BoolArray = npt.NDArray[np.bool_]
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenRow:
-    """A row without padding: unchecked ids, and loss mask (None scores all) and signals with an entry per token."""
-
-    ids: Any
-    loss_mask: Any
-    signals: Mapping[str, Any]
-
-
-def read_token_row(row: Mapping[str, Any]) -> TokenRow:
-    """Read a row of one of ``TOKEN_MARKS``.
+def read_token_row(row: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+    """Return unchecked ids, loss mask (None scores all) and signals per token of a row, without padding.
 
     Tokens are ``tokens``, or ``prompt_tokens`` and ``response_tokens`` after them. The response is ``response_tokens``,
     or the last ``response_length`` tokens, or as many as ``response_mask`` or ``completion_mask`` have entries. Fields
@@ -53,7 +44,7 @@ def read_token_row(row: Mapping[str, Any]) -> TokenRow:
         ChatError: a field is malformed or contradicts another; names both.
     """
     if not row.keys() & {"response_tokens", *TOKEN_FIELDS}:
-        return TokenRow(ids=row["tokens"], loss_mask=row.get("loss_mask"), signals={})
+        return row["tokens"], row.get("loss_mask"), {}
     if "response_tokens" in row:
         if "response_length" in row:
             raise ChatError("fields 'response_tokens' and 'response_length' are both given; give one of them")
@@ -79,10 +70,10 @@ def read_token_row(row: Mapping[str, Any]) -> TokenRow:
             name: aligned.value(row["teacher"][name], f"teacher.{name}")[kept] for name in _TEACHER_ROWS
         }
     if row.get("sampling_mask") is not None:
-        signals["sampling_mask"] = aligned.sets(row["sampling_mask"], "sampling_mask")[kept]
+        signals["sampling_mask"] = aligned.sets(row["sampling_mask"])[kept]
     if row.get("routed_experts") is not None:
-        signals["routed_experts"] = aligned.routes(row["routed_experts"], "routed_experts")[kept]
-    return TokenRow(ids=ids[kept], loss_mask=mask, signals=signals)
+        signals["routed_experts"] = aligned.routes(row["routed_experts"])[kept]
+    return ids[kept], mask, signals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,50 +108,54 @@ class _Aligned:
             raise ChatError(f"field '{name}' must be a list of 0 and 1: {says}")
         return array.astype(bool)
 
-    def sets(self, value: Any, name: str) -> list[Any]:
+    def sets(self, value: Any) -> list[Any]:
         """Return a list of ids for each token, None for those of the prompt, from such a list or ids and offsets."""
-        if isinstance(value, dict) and set(value) == {"token_ids", "counts"}:
-            value = with_offsets(value, name)
+        value = with_offsets(value)
         if isinstance(value, dict) and set(value) == {"token_ids", "offsets"}:
             ids, offsets = _array(value["token_ids"]), _array(value["offsets"])
             if ids.ndim != 1 or offsets.ndim != 1 or offsets.dtype.kind not in "iu":
-                raise ChatError(f"fields '{name}.token_ids' and '{name}.offsets' must be flat lists of integers")
+                raise ChatError(
+                    "fields 'sampling_mask.token_ids' and 'sampling_mask.offsets' must be flat lists of integers"
+                )
             ends = [0, *offsets.tolist(), len(ids)]
             if len(ends) == 2 or ends[1] != 0 or ends[-2] != len(ids) or ends != sorted(ends):
-                raise ChatError(f"field '{name}.offsets' must rise from 0 to {len(ids)}, the number of ids")
+                raise ChatError(f"field 'sampling_mask.offsets' must rise from 0 to {len(ids)}, the number of ids")
             value = np.split(ids, offsets[1:-1]) if len(offsets) > 1 else []
-        return _list(self.value(value, name))
+        return _list(self.value(value, "sampling_mask"))
 
-    def routes(self, value: Any, name: str) -> Any:
+    def routes(self, value: Any) -> Any:
         """Return the experts of each token, None for those of the prompt; the last of the tokens may have none."""
-        if isinstance(value, dict):
-            value = unpack_routes(value, name)
-        if isinstance(value, (list, np.ndarray)) and len(value) in (self.length - 1, (self.response or 0) - 1):
+        value = unpack_routes(value)
+        if len(value) in (self.length - 1, (self.response or 0) - 1):
             value = [*value, None]
-        return self.value(value, name)
+        return self.value(value, "routed_experts")
 
 
-def with_offsets(mask: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return kept ids with the offsets that counts, one for each token, add up to."""
+def with_offsets(mask: Any) -> Any:
+    """Return kept ids with the offsets that counts, one for each token, add up to; another mask as it is."""
+    if not isinstance(mask, dict) or set(mask) != {"token_ids", "counts"}:
+        return mask
     counts = _array(mask["counts"])
     if counts.ndim != 1 or counts.dtype.kind not in "iu" or (counts < 0).any():
-        raise ChatError(f"field '{name}.counts' must be a list of the number of ids for each token")
+        raise ChatError("field 'sampling_mask.counts' must be a list of the number of ids for each token")
     return {"token_ids": mask["token_ids"], "offsets": np.append(0, np.cumsum(counts, dtype=np.int64))}
 
 
-def unpack_routes(value: Mapping[str, Any], name: str) -> Any:
+def unpack_routes(value: Any) -> Any:
     """Return the routes of all tokens, from those of the tokens behind ``start`` that an engine computed anew."""
-    given = {key: one for key, one in value.items() if key not in ("start", "ids")}
-    start = value.get("start", 0)
+    given = dict(value) if isinstance(value, dict) else {"ids": value}
+    start = given.pop("start", 0)
     if type(start) is not int or start < 0:
-        raise ChatError(f"field '{name}.start' is {shorten_json(start)}; it must count the tokens without a route")
-    if set(given) == KEYS and "ids" not in value:
-        routes: Any = unpack_array(given, name)
-    elif not given and "ids" in value:
-        routes = value["ids"]
+        raise ChatError(
+            f"field 'routed_experts.start' is {shorten_json(start)}; it must count the tokens without a route"
+        )
+    if set(given) == KEYS:
+        routes: Any = unpack_array(given, "routed_experts")
+    elif set(given) == {"ids"} and isinstance(given["ids"], (list, np.ndarray)):
+        routes = given["ids"]
     else:
         raise ChatError(
-            f"field '{name}' must be lists [tokens, layers, top-k], or an object with "
+            "field 'routed_experts' must be lists [tokens, layers, top-k], or an object with "
             f"{', '.join(map(repr, sorted(KEYS)))}, and 'start' if it lacks the tokens before"
         )
     return [None] * start + list(routes) if start else routes

@@ -130,13 +130,7 @@ class TurnTexts:
             ) from error
 
     def _check_written(
-        self,
-        message: ChatMessage,
-        field: str,
-        answered: str,
-        history: list[Turn],
-        turn: Turn,
-        render: Render,
+        self, message: ChatMessage, field: str, answered: str, history: list[Turn], turn: Turn, render: Render
     ) -> None:
         """Reject a scored turn of which the template drops a part: it would be trained on as if that were not there."""
 

@@ -25,21 +25,13 @@ Rollouts = tuple[Sequence[int], Sequence[Sequence[int]]]
 
 @dataclass(frozen=True, kw_only=True)
 class FoldedRollouts:
-    """Completions of a prompt in one flat layout.
+    """Completions of a prompt in one flat layout."""
 
-    Attributes:
-        input_ids: tokens of the nodes, node after node.
-        labels: token that each position predicts, or the ignored index; the loss must not shift them.
-        position_ids: position of each token in its own rollout.
-        node_lengths: number of tokens of each node.
-        sample_paths: nodes of each completion from the root, in the caller's order of completions.
-    """
-
-    input_ids: list[int]
-    labels: list[int]
-    position_ids: list[int]
+    input_ids: list[int]  # tokens of the nodes, node after node
+    labels: list[int]  # token that each position predicts, or the ignored index; the loss must not shift them
+    position_ids: list[int]  # position of each token in its own rollout
     node_lengths: list[int]
-    sample_paths: list[list[int]]
+    sample_paths: list[list[int]]  # nodes of each completion from the root, in the caller's order of completions
 
 
 def fold_shared_prefix_rollouts(

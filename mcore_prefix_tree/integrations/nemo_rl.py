@@ -46,15 +46,12 @@ class LayerRoutes(torch.nn.Module):
     """The experts of a layer for a packed micro-batch, which NeMo-RL gives it as it gives them to a router's replay.
 
     A pipeline stage has one for every layer with experts, not only for its own: all layers decide what rows share.
-
-    Attributes:
-        layer_number: the layer, counted from 1.
-        experts: int64 ``[T, top-k]``, under sequence parallelism a rank's part of T; None without replay.
     """
 
     def __init__(self, layer_number: int) -> None:
         super().__init__()
-        self.layer_number = layer_number
+        self.layer_number = layer_number  # the layer, counted from 1
+        # int64 ``[T, top-k]``, under sequence parallelism a rank's part of T; None without replay.
         self.experts: torch.Tensor | None = None
 
     @property

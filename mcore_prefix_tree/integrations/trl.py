@@ -88,17 +88,11 @@ class _Tree:
 
 @dataclass(eq=False)
 class Folding:
-    """Folding of the calls of a backbone; the model keeps it as ``model.folding``.
-
-    Attributes:
-        backend: see :func:`fold_backbone`.
-        least_fold_ratio: see :func:`fold_backbone`.
-        shifts: whether only distances of positions count, as with rotary embeddings.
-    """
+    """Folding of the calls of a backbone, see :func:`fold_backbone`; the model keeps it as ``model.folding``."""
 
     backend: str
     least_fold_ratio: float
-    shifts: bool
+    shifts: bool  # whether only distances of positions count, as with rotary embeddings
     _counts: dict[bool, FoldCounts] = field(default_factory=dict)
 
     def report(self, *, with_grad: bool) -> FoldCounts:

@@ -18,17 +18,11 @@ from mcore_prefix_tree.trie import sort_samples
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Rows that share prefixes, or some of them, as neighbours in their trie.
-
-    Attributes:
-        rows: indices of the rows.
-        length: int64, tokens of each row.
-        shared: int64, tokens that each row has in common with the row before; entry 0 is unused.
-    """
+    """Rows that share prefixes, or some of them, as neighbours in their trie."""
 
     rows: tuple[int, ...]
     length: npt.NDArray[np.int64]
-    shared: npt.NDArray[np.int64]
+    shared: npt.NDArray[np.int64]  # tokens that each row has in common with the row before; entry 0 is unused
 
     @property
     def unique_tokens(self) -> int:

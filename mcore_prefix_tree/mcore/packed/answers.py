@@ -31,16 +31,11 @@ class RowLogprobs:
     The model returns ``[1, T, 1]``, the log-probability of each label, or ``[1, T, 2]`` with the entropy of each
     position's distribution as well. Both are 0 at padding, and the first is 0 for labels outside the vocabulary. Logits
     exist for a chunk of unique tokens at a time.
-
-    Attributes:
-        labels: int64 ``[1, T]``, the token to score at each position, as for ``GPTModel.forward(labels=)``.
-        temperature: divisor of the logits.
-        entropy: whether to compute the entropies too.
     """
 
-    labels: torch.Tensor
-    temperature: float = 1.0
-    entropy: bool = False
+    labels: torch.Tensor  # int64 ``[1, T]``, the token to score at each position, as for ``GPTModel.forward(labels=)``
+    temperature: float = 1.0  # divisor of the logits
+    entropy: bool = False  # whether to compute the entropies too
 
     def request(self, rows: PackedRows) -> HeadRequest:
         """Return the request to the output layer; see :meth:`edges`."""

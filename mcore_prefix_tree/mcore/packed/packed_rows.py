@@ -29,26 +29,16 @@ from mcore_prefix_tree.utils.upload import upload
 
 @dataclass(frozen=True, kw_only=True)
 class FoldReport:
-    """Micro-batches that a model folded; reports add up.
+    """Micro-batches that a model folded; reports add up."""
 
-    Attributes:
-        work: FLOPs of the entire model, with all pipeline stages.
-        folded: counts of the computed tokens, with their pairs and predictors.
-        unfolded: counts of the same rows, each by itself.
-        micro_batches: number of forward passes.
-        left_alone: number of forward passes that the stock model computed, because their rows share too little.
-        recomputed_tokens: tokens that backward computes again, of micro-batches above ``max_tokens``.
-        expanded_bytes: memory of the answers beyond that of the folded output: logits, if rows share theirs.
-    """
-
-    work: ModelWork
-    folded: Counts
-    unfolded: Counts
-    micro_batches: int = 1
-    left_alone: int = 0
-    recomputed_tokens: int = 0
+    work: ModelWork  # FLOPs of the entire model, with all pipeline stages
+    folded: Counts  # counts of the computed tokens, with their pairs and predictors
+    unfolded: Counts  # counts of the same rows, each by itself
+    micro_batches: int = 1  # number of forward passes
+    left_alone: int = 0  # number of forward passes that the stock model computed, because their rows share too little
+    recomputed_tokens: int = 0  # tokens that backward computes again, of micro-batches above ``max_tokens``
     rows: int = 0
-    expanded_bytes: int = 0
+    expanded_bytes: int = 0  # memory of the answers beyond that of the folded output: logits, if rows share theirs
 
     @classmethod
     def of(cls, layout: FlatLayout, work: ModelWork, *, head_rows: int | None = None) -> FoldReport:
