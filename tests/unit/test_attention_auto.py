@@ -57,13 +57,6 @@ def test_the_nearest_shape_decides(table):
     assert "(many: cascade 1e+03 ms, path 2e+03 ms)" in choice.reason
 
 
-def test_unsupported_back_ends_are_ignored(table):
-    table.append(row("any", path=1.0, cascade=2.0))
-    assert choose(cpu(), SHARED).backend == "path"
-    # SDPA has no sinks, so path is out however fast it is.
-    assert choose(cpu(sinks=torch.zeros(4)), SHARED).backend == "cascade"
-
-
 @pytest.mark.parametrize("other", [{"dtype": "bfloat16"}, {"device": "NVIDIA H200"}])
 def test_other_dtypes_and_devices_do_not_count(table, other):
     table.append(row("other", **other, path=2.0, cascade=1.0))
@@ -72,10 +65,22 @@ def test_other_dtypes_and_devices_do_not_count(table, other):
     assert "not yet measured" in choice.reason
 
 
-def test_the_nearest_head_dim_decides_between_equal_shapes(table):
-    table += [row("narrow", head_dim=32, path=1.0, cascade=2.0), row("wide", head_dim=256, path=2.0, cascade=1.0)]
-    assert choose(cpu(head_dim=48), SHARED).backend == "path"
-    assert choose(cpu(head_dim=192), SHARED).backend == "cascade"
+HEADS = [row("narrow", head_dim=32, path=1.0, cascade=2.0), row("wide", head_dim=256, path=2.0, cascade=1.0)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "backend"),
+    [
+        (HEADS, {"head_dim": 48}, "path"),
+        (HEADS, {"head_dim": 192}, "cascade"),
+        ([row("any", path=1.0, cascade=2.0)], {}, "path"),
+        # SDPA has no sinks, so path is out however fast it is.
+        ([row("any", path=1.0, cascade=2.0)], {"sinks": torch.zeros(4)}, "cascade"),
+    ],
+)
+def test_the_nearest_head_dim_and_supported_back_ends_decide(table, rows, changes, backend):
+    table += rows
+    assert choose(cpu(**changes), SHARED).backend == backend
 
 
 @pytest.fixture
@@ -85,19 +90,14 @@ def triton_runs(monkeypatch):
         monkeypatch.setattr(auto.load_backend("triton"), name, lambda case: None)
 
 
-def test_auto_reports_that_nothing_was_measured_on_a_gpu(table, triton_runs):
-    case = case_of(device="cuda", capability=(9, 0), dtype=torch.bfloat16)
-    choice = choose(case, SHARED, device_name="NVIDIA H200")
-    assert choice.backend == "triton"
-    assert "NVIDIA H200" in choice.reason
-    assert "not yet measured" in choice.reason
-
-
-def test_a_measured_gpu_is_used(table, triton_runs):
+def test_a_measured_gpu_is_used_and_another_is_reported(table, triton_runs):
     table.append(row("any", device="NVIDIA H200", dtype="bfloat16", triton=2.0, flex=1.0))
     case = case_of(device="cuda", capability=(9, 0), dtype=torch.bfloat16)
     assert choose(case, SHARED, device_name="NVIDIA H200").backend == "flex"
-    assert choose(case, SHARED, device_name="NVIDIA H100").backend == "triton"
+    choice = choose(case, SHARED, device_name="NVIDIA H100")
+    assert choice.backend == "triton"
+    assert "NVIDIA H100" in choice.reason
+    assert "not yet measured" in choice.reason
 
 
 def test_the_mode_of_the_run_decides_which_measurements_count(table, triton_runs, monkeypatch):
@@ -354,15 +354,14 @@ def test_a_jobs_own_determinism_makes_attention_deterministic(hopper, variable, 
         resolve_backend("fa4", model, lambda: STEP, device=hopper)
 
 
-def test_heads_are_those_of_a_tensor_parallel_rank():
-    case = case_of_config(config(tensor_model_parallel_size=4), device=torch.device("cpu"))
-    assert (case.heads, case.kv_heads, case.head_dim) == (2, 1, 16)
+LATENT = {"multi_latent_attention": True, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes"), [({"tensor_model_parallel_size": 4}, (2, 1, 16, 16)), (LATENT, (8, 8, 192, 128))]
+)
+def test_heads_are_those_of_a_tensor_parallel_rank_and_of_latent_attention(changes, sizes):
+    case = case_of_config(config(**changes), device=torch.device("cpu"))
+    assert (case.heads, case.kv_heads, case.head_dim, case.value_dim) == sizes
+    assert case.options.softmax_scale == sizes[2] ** -0.5
     assert case.needs_grad
-
-
-def test_heads_of_latent_attention_have_two_sizes():
-    sizes = {"qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
-    latent = config(multi_latent_attention=True, num_query_groups=2, **sizes)
-    case = case_of_config(latent, device=torch.device("cpu"))
-    assert (case.heads, case.kv_heads, case.head_dim, case.value_dim) == (8, 8, 192, 128)
-    assert case.options.softmax_scale == 192**-0.5

@@ -61,23 +61,20 @@ def test_folders_have_megatrons_names(checkpoint, iteration, name):
     assert checkpoint.iteration_folder("runs/a", iteration) == Path("runs/a") / name
 
 
-def test_no_tracker_is_no_checkpoint(checkpoint, tmp_path):
+@pytest.mark.parametrize(
+    ("text", "iteration", "weights"), [("7", 7, 7), (" 12\n", 12, 12), ("0", 0, 0), (None, None, None)]
+)
+def test_the_tracker_names_the_iteration(checkpoint, tmp_path, text, iteration, weights):
     assert checkpoint.latest_iteration(tmp_path / "missing") is None
     (tmp_path / "iter_0000004").mkdir()
-    assert checkpoint.latest_iteration(tmp_path) is None
-
-
-@pytest.mark.parametrize(("text", "iteration"), [("7", 7), (" 12\n", 12), ("0", 0)])
-def test_the_tracker_names_the_iteration(checkpoint, tmp_path, text, iteration):
-    (tmp_path / TRACKER).write_text(text)
+    if text is not None:
+        (tmp_path / TRACKER).write_text(text)
     assert checkpoint.latest_iteration(str(tmp_path)) == iteration
+    assert checkpoint.latest_weights(tmp_path) == weights
 
 
 def test_weights_without_an_iteration(checkpoint, tmp_path):
     """As Megatron-LM's converters leave them; a run cannot continue from them."""
-    assert checkpoint.latest_weights(tmp_path) is None
-    (tmp_path / TRACKER).write_text("12")
-    assert checkpoint.latest_weights(tmp_path) == 12
     (tmp_path / TRACKER).write_text("release\n")
     assert checkpoint.latest_weights(tmp_path) == "release"
     assert checkpoint.iteration_folder(tmp_path, "release") == tmp_path / "release"

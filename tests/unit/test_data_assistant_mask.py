@@ -165,18 +165,87 @@ def call(**arguments):
     return [{"name": "find", "arguments": arguments}]
 
 
+CHATML_ASKED = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+GLM_ASKED = "[gMASK]<sop><|user|>\na<|assistant|>\n<think></think>"
+INSERTED = "<think>\n\n</think>\n\n"
+# The template of the case reported, which inserts no thinking.
+PLAIN_GLM = (
+    "[gMASK]<sop>{%- for m in messages -%}{{ '<|' + ('observation' if m.role == 'tool' else m.role) + '|>\\n' }}"
+    "{{- m.content }}{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|assistant|>\\n' }}{%- endif -%}"
+)
+TWICE = [user("a"), said("b"), user("c"), said("d")]
+GLM_TWICE = GLM_ASKED + "[[\nb<|user|>]]\nc<|assistant|>\n<think></think>[[\nd<|user|>]]"
+GLM_TURNS = [GLM_ASKED + "[[\nb<|user|>]]", GLM_ASKED + "\nb<|user|>\nc<|assistant|>\n<think></think>[[\nd<|user|>]]"]
+CUT = [user("a"), said("b", finish_reason="length"), user("c"), said("d")]
+THOUGHT = [user("a"), said("b", reasoning_content="c")]
+RAW = '<tool_call>\n{"name": "get", "arguments": {"k": "a"}}\n</tool_call>'
+CALLED = [user("a"), said(RAW), tool("va"), said("done")]
+TO_TOOL = "<|im_end|>\n<|im_start|>user\n<tool_response>\nva\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+LLAMA = "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\na<|eot_id|><|start_header_id|>assistant"
+PHI_ASKED = "<|user|>\na<|end|>\n<|assistant|>\n"
+# Family, a conversation or a record, its texts, and changes of the family; ``turns`` expands them.
+EXAMPLES = {
+    # Rules 1 and 2: the sample ends with the token that stopped the model, not with text behind it.
+    "phi, turns": ("phi", TWICE, [
+        PHI_ASKED + "[[b<|end|>]]", PHI_ASKED + "b<|end|>\n<|user|>\nc<|end|>\n<|assistant|>\n[[d<|end|>]]"]),
+    "phi": ("phi", TWICE, [PHI_ASKED + "[[b<|end|>]]\n<|user|>\nc<|end|>\n<|assistant|>\n[[d<|end|>]]"]),
+    "the first of two stop tokens": ("chatml", [user("a"), said("b<|im_end|>")], [CHATML_ASKED + "[[b<|im_end|>]]"]),
+    "tokens that close a call": ("deepseek", [user("a"), said("b", tool_calls=call(k=1)), tool("c"), said("d")], [
+        "<｜begin▁of▁sentence｜><｜User｜>a<｜Assistant｜></think>[[b<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>find"
+        '<｜tool▁sep｜>{"k": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>]]<｜tool▁output▁begin｜>c'
+        "<｜tool▁output▁end｜>[[d<｜end▁of▁sentence｜>]]"]),
+    "llama's own stop of a call": ("llama", [user("a"), said("", tool_calls=call(k=1)), tool("c"), said("d")], [
+        LLAMA + '<|end_header_id|>\n\n[[{"name": "find", "parameters": {"k": 1}}<|eom_id|>]]<|start_header_id|>ipython'
+        "<|end_header_id|>\n\nc<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n[[d<|eot_id|>]]"]),
+    # Rule 3: the next role's token stops the model.
+    "glm": ("glm", TWICE, [GLM_TWICE]), "glm_listed": ("glm_listed", TWICE, [GLM_TWICE]),
+    "glm, turns": ("glm", TWICE, GLM_TURNS), "glm_listed, turns": ("glm_listed", TWICE, GLM_TURNS),
+    "without thinking": ("glm", [*TWICE[:3], said("<tool_call>x"), tool("y"), said("e")], [
+        "[gMASK]<sop><|user|>\na<|assistant|>\n[[b<|user|>]]\nc<|assistant|>\n[[<tool_call>x<|observation|>]]\n"
+        "y<|assistant|>\n[[e<|user|>]]"], {"template": PLAIN_GLM}),
+    "only listed stops": ("glm", [user("a"), said("", tool_calls=call()), tool("b"), said("c")], [
+        GLM_ASKED + "[[\n<tool_call>find\n</tool_call>]]<|observation|>\n"
+        "<tool_response>\nb\n</tool_response><|assistant|>\n<think></think>[[\nc<|user|>]]"],
+        {"stops": ("<|endoftext|>", "<|user|>")}),
+    # Rule 4: a cut turn in the middle leaves the others.
+    "cut": ("chatml", CUT, [
+        CHATML_ASKED + "[[b]]<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n[[d<|im_end|>]]"]),
+    "cut, glm": ("glm", CUT, [GLM_ASKED + "[[\nb]]<|user|>\nc<|assistant|>\n<think></think>[[\nd<|user|>]]"]),
+    # Rule 6: an empty thinking block that the template inserts is prompt, and one that the data writes is answer.
+    "qwen": ("qwen3", TWICE[:2], [CHATML_ASKED + INSERTED + "[[b<|im_end|>]]"]),
+    "qwen, thinking": ("qwen3_thinking", TWICE[:2], [CHATML_ASKED + INSERTED + "[[b<|im_end|>]]"]),
+    "qwen, thought": ("qwen3", THOUGHT, [CHATML_ASKED + "[[<think>\nc\n</think>\n\nb<|im_end|>]]"]),
+    "qwen, thinking, thought": (
+        "qwen3_thinking", THOUGHT, [CHATML_ASKED + "<think>\n[[c\n</think>\n\nb<|im_end|>]]"]),
+    "glm behind words of the switch": (
+        "glm", THOUGHT, ["[gMASK]<sop><|user|>\na<|assistant|>[[\n<think>c</think>\nb<|user|>]]"]),
+    "written": ("chatml", [user("a"), said(INSERTED + "b")], [CHATML_ASKED + f"[[{INSERTED}b<|im_end|>]]"]),
+    # Rule 8. The template of Qwen omits the inserted block once the turn is history.
+    "raw call, turns": ("qwen3", CALLED, [
+        CHATML_ASKED + f"{INSERTED}[[{RAW}<|im_end|>]]",
+        CHATML_ASKED + RAW + TO_TOOL + f"{INSERTED}[[done<|im_end|>]]"]),
+    "raw call": ("chatml", CALLED, [
+        CHATML_ASKED + f"[[{RAW}<|im_end|>]]\n<|im_start|>tool\nva<|im_end|>\n<|im_start|>assistant\n"
+        "[[done<|im_end|>]]"]),
+    "empty": ("chatml", [user("a"), said("")], [CHATML_ASKED + "[[<|im_end|>]]"]),
+    "empty, glm": ("glm", [user("a"), said("")], [GLM_ASKED + "[[<|user|>]]"]),
+    "empty, completion": ("chatml", {"prompt": [user("a")], "completion": ""}, [CHATML_ASKED + "[[<|im_end|>]]"]),
+    **{f"empty of {name}, turns": ("qwen3", {"prompt": [user("a")], name: ["4", ""], "rewards": [1, 0]}, [
+        CHATML_ASKED + INSERTED + end for end in ("[[4<|im_end|>]]", "[[<|im_end|>]]")])
+       for name in ("completions", "responses")},
+    "two answers in a row": ("chatml", [user("a"), said("b"), said("c")], [
+        CHATML_ASKED + "[[b<|im_end|>]]\n<|im_start|>assistant\n[[c<|im_end|>]]"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", EXAMPLES)
+def test_examples(shown, case):
+    name, given, texts, *changes = EXAMPLES[case]
+    assert shown(name, given, expand=case.endswith(", turns"), **(changes[0] if changes else {})) == texts
+    assert "/nothink" in BY_NAME["glm"].template  # the words of its switch
+
+
 # Rule 1 and 2: the sample ends with the token that stopped the model.
-
-
-def test_turn_of_phi_ends_ahead_of_the_text_behind_it(shown):
-    messages = [user("a"), said("b"), user("c"), said("d")]
-    assert shown("phi", messages, expand=True) == [
-        "<|user|>\na<|end|>\n<|assistant|>\n[[b<|end|>]]",
-        "<|user|>\na<|end|>\n<|assistant|>\nb<|end|>\n<|user|>\nc<|end|>\n<|assistant|>\n[[d<|end|>]]",
-    ]
-    assert shown("phi", messages) == [
-        "<|user|>\na<|end|>\n<|assistant|>\n[[b<|end|>]]\n<|user|>\nc<|end|>\n<|assistant|>\n[[d<|end|>]]"
-    ]
 
 
 @pytest.mark.parametrize("stops", [None, ("<|endoftext|>", "<|end|>"), ("<|endoftext|>",)])
@@ -193,29 +262,6 @@ def test_generation_config_with_a_number_lists_one_stop(made, read, tmp_path):
     assert marked(tokenizer, sample) == (
         "<bos><start_of_turn>user\na<end_of_turn>\n<start_of_turn>model\n[[b<end_of_turn>]]"
     )
-
-
-def test_turn_ends_at_the_first_of_two_stop_tokens(shown):
-    assert shown("chatml", [user("a"), said("b<|im_end|>")]) == [
-        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n[[b<|im_end|>]]"
-    ]
-
-
-def test_tokens_that_close_a_call_stop_nothing(shown):
-    assert shown("deepseek", [user("a"), said("b", tool_calls=call(k=1)), tool("c"), said("d")]) == [
-        "<｜begin▁of▁sentence｜><｜User｜>a<｜Assistant｜></think>[[b<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>find"
-        '<｜tool▁sep｜>{"k": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>]]<｜tool▁output▁begin｜>c'
-        "<｜tool▁output▁end｜>[[d<｜end▁of▁sentence｜>]]"
-    ]
-
-
-def test_tool_call_of_llama_is_stopped_by_its_own_token(shown):
-    messages = [user("a"), said("", tool_calls=call(k=1)), tool("c"), said("d")]
-    assert shown("llama", messages) == [
-        "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\na<|eot_id|><|start_header_id|>assistant"
-        '<|end_header_id|>\n\n[[{"name": "find", "parameters": {"k": 1}}<|eom_id|>]]<|start_header_id|>ipython'
-        "<|end_header_id|>\n\nc<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n[[d<|eot_id|>]]"
-    ]
 
 
 def test_channels_of_harmony_are_one_turn(shown):
@@ -236,32 +282,6 @@ def test_channels_of_harmony_are_one_turn(shown):
 # Rule 3: the next role's token stops the model.
 
 
-@pytest.mark.parametrize("name", ["glm", "glm_listed"])
-def test_next_role_stops_a_turn_of_glm(shown, name):
-    messages = [user("two"), said("four"), user("more"), said("five")]
-    start = "[gMASK]<sop><|user|>\ntwo<|assistant|>\n<think></think>"
-    assert shown(name, messages) == [start + "[[\nfour<|user|>]]\nmore<|assistant|>\n<think></think>[[\nfive<|user|>]]"]
-    assert shown(name, messages, expand=True) == [
-        start + "[[\nfour<|user|>]]",
-        start + "\nfour<|user|>\nmore<|assistant|>\n<think></think>[[\nfive<|user|>]]",
-    ]
-
-
-# The template of the case reported, which inserts no thinking.
-PLAIN_GLM = (
-    "[gMASK]<sop>{%- for m in messages -%}{{ '<|' + ('observation' if m.role == 'tool' else m.role) + '|>\\n' }}"
-    "{{- m.content }}{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|assistant|>\\n' }}{%- endif -%}"
-)
-
-
-def test_next_role_stops_a_turn_without_thinking(shown):
-    messages = [user("two"), said("four"), user("more"), said("<tool_call>x"), tool("y"), said("five")]
-    assert shown("glm", messages, template=PLAIN_GLM) == [
-        "[gMASK]<sop><|user|>\ntwo<|assistant|>\n[[four<|user|>]]\nmore<|assistant|>\n[[<tool_call>x<|observation|>]]\n"
-        "y<|assistant|>\n[[five<|user|>]]"
-    ]
-
-
 @pytest.mark.parametrize(
     ("last", "stop"),
     [([said("", tool_calls=call())], "<|observation|>"), ([said("x")], "<|user|>"),
@@ -273,18 +293,7 @@ def test_last_turn_of_glm_gets_the_next_turns_token(shown, last, stop):
     assert text.endswith(f"{stop}]]")
 
 
-def test_only_listed_stop_tokens_are_used(shown):
-    messages = [user("a"), said("", tool_calls=call()), tool("b"), said("c")]
-    assert shown("glm", messages, stops=("<|endoftext|>", "<|user|>")) == [
-        "[gMASK]<sop><|user|>\na<|assistant|>\n<think></think>[[\n<tool_call>find\n</tool_call>]]<|observation|>\n"
-        "<tool_response>\nb\n</tool_response><|assistant|>\n<think></think>[[\nc<|user|>]]"
-    ]
-
-
 # Rule 4: a turn that was cut.
-
-
-CHATML_ASKED = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.mark.parametrize(("key", "value"), CUT_KEYS)
@@ -324,17 +333,6 @@ def test_unknown_reason_is_warned_of_once(shown, caplog):
     for _ in range(2):
         assert shown("chatml", [user("a"), said("b", finish_reason="gave_up")]) == [CHATML_ASKED + "[[b<|im_end|>]]"]
     assert caplog.text.count("'messages[1].finish_reason' is \"gave_up\", which is taken as an end") == 1
-
-
-def test_cut_turn_in_the_middle_leaves_the_others(shown):
-    messages = [user("a"), said("b", finish_reason="length"), user("c"), said("d")]
-    assert shown("chatml", messages) == [
-        CHATML_ASKED + "[[b]]<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n[[d<|im_end|>]]"
-    ]
-    assert shown("glm", messages) == [
-        "[gMASK]<sop><|user|>\na<|assistant|>\n<think></think>[[\nb]]<|user|>\nc<|assistant|>\n<think></think>"
-        "[[\nd<|user|>]]"
-    ]
 
 
 @pytest.mark.parametrize(("key", "value"), CUT_KEYS)
@@ -502,34 +500,12 @@ def test_key_twice_in_a_message_is_named(shown, tmp_path, made):
 # Rule 6: an empty thinking block that the template inserts.
 
 
-def test_inserted_thinking_of_qwen_is_prompt(shown):
-    start = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
-    assert shown("qwen3", [user("a"), said("b")]) == [start + "<think>\n\n</think>\n\n[[b<|im_end|>]]"]
-    assert shown("qwen3_thinking", [user("a"), said("b")]) == [start + "<think>\n\n</think>\n\n[[b<|im_end|>]]"]
-    thought = said("b", reasoning_content="c")
-    assert shown("qwen3", [user("a"), thought]) == [start + "[[<think>\nc\n</think>\n\nb<|im_end|>]]"]
-    assert shown("qwen3_thinking", [user("a"), thought]) == [start + "<think>\n[[c\n</think>\n\nb<|im_end|>]]"]
-
-
 def test_inserted_thinking_is_prompt_without_a_switch_in_the_template(shown, made):
     family, _, _ = made("qwen3")
     template = family.template.partition("{%- if enable_thinking")[0] + "{%- endif -%}"
     assert "enable_thinking" not in template
     (text,) = shown("qwen3", [user("a"), said("b")], template=template)
     assert text.endswith("assistant\n<think>\n\n</think>\n\n[[b<|im_end|>]]")
-
-
-def test_inserted_thinking_of_glm_is_prompt_behind_words_of_the_switch(shown):
-    (text,) = shown("glm", [user("a"), said("b", reasoning_content="c")])
-    assert text == "[gMASK]<sop><|user|>\na<|assistant|>[[\n<think>c</think>\nb<|user|>]]"
-    assert "/nothink" in BY_NAME["glm"].template
-
-
-def test_empty_thinking_that_the_data_writes_is_answer(shown):
-    """ChatML writes content as it is, so that nothing was inserted."""
-    assert shown("chatml", [user("a"), said("<think>\n\n</think>\n\nb")]) == [
-        CHATML_ASKED + "[[<think>\n\n</think>\n\nb<|im_end|>]]"
-    ]
 
 
 def test_prompt_without_thinking_holds_the_block(shown):
@@ -587,21 +563,6 @@ def test_text_under_a_name_that_is_not_read_is_refused(shown, key, value, ours):
     assert shown("chatml", [user("a"), said("b", **{key: value})], template=template)
 
 
-def test_result_of_a_call_in_raw_text_is_taken(shown):
-    raw = '<tool_call>\n{"name": "get", "arguments": {"k": "a"}}\n</tool_call>'
-    messages = [user("a"), said(raw), tool("va"), said("done")]
-    asked = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
-    block, result = "<think>\n\n</think>\n\n", "<|im_start|>user\n<tool_response>\nva\n</tool_response><|im_end|>\n"
-    # The template omits the inserted block once the turn is history.
-    assert shown("qwen3", messages, expand=True) == [
-        asked + f"{block}[[{raw}<|im_end|>]]",
-        asked + f"{raw}<|im_end|>\n{result}<|im_start|>assistant\n{block}[[done<|im_end|>]]",
-    ]
-    assert shown("chatml", messages) == [
-        CHATML_ASKED + f"[[{raw}<|im_end|>]]\n<|im_start|>tool\nva<|im_end|>\n<|im_start|>assistant\n[[done<|im_end|>]]"
-    ]
-
-
 def test_developer_becomes_system_without_a_developer_role(shown):
     messages = [{"role": "developer", "content": "be"}, user("a"), said("b")]
     assert shown("qwen3", messages)[0].startswith("<|im_start|>system\nbe<|im_end|>\n<|im_start|>user")
@@ -623,27 +584,10 @@ def test_call_without_arguments_has_an_empty_object(shown, arguments):
     ]
 
 
-def test_empty_answer_is_its_stop_token(shown):
-    assert shown("chatml", [user("a"), said("")]) == [CHATML_ASKED + "[[<|im_end|>]]"]
-    assert shown("glm", [user("a"), said("")]) == ["[gMASK]<sop><|user|>\na<|assistant|>\n<think></think>[[<|user|>]]"]
-    prompt = [user("2+2")]
-    asked = "<|im_start|>user\n2+2<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-    for name in ("completions", "responses"):
-        record = {"prompt": prompt, name: ["4", ""], "rewards": [1, 0]}
-        assert shown("qwen3", record, expand=True) == [asked + "[[4<|im_end|>]]", asked + "[[<|im_end|>]]"]
-    assert shown("chatml", {"prompt": [user("a")], "completion": ""}) == [CHATML_ASKED + "[[<|im_end|>]]"]
-
-
 def test_reward_of_an_empty_answer_stays(made, read):
     _, tokenizer, _ = made("chatml")
     samples = read(tokenizer, {"prompt": [user("a")], "responses": ["4", ""], "rewards": [1, 0]}, expand=True)
     assert [sample.signals.reward for sample in samples] == [1, 0]
-
-
-def test_two_assistant_messages_in_a_row_are_two_turns(shown):
-    assert shown("chatml", [user("a"), said("b"), said("c")]) == [
-        CHATML_ASKED + "[[b<|im_end|>]]\n<|im_start|>assistant\n[[c<|im_end|>]]"
-    ]
 
 
 # Long conversations are rendered in pieces.

@@ -1,7 +1,6 @@
 """Hugging Face folders: every turn against apply_chat_template, with tokenizers and templates made here."""
 
 import json
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,6 +11,8 @@ from hypothesis import strategies as st
 
 from mcore_prefix_tree.data import ChatError, load_tokenizer, parse_messages, parse_tools, read_samples
 from mcore_prefix_tree.sample import SampleError
+
+pytestmark = needs_transformers
 
 # Only the answer is as it was written.
 LAST_DIFFERS = (
@@ -26,7 +27,6 @@ NO_CONTINUATION = (
     "{% endif %}"
 )
 PROMPT_ENDS_WITH_SPACE = PLAIN.replace("assistant:", "assistant: ")
-REFUSING = "{{ raise_exception('system messages are not supported') }}"
 
 
 def template_messages(messages):
@@ -95,7 +95,6 @@ def check_against_official(tokenizer, reference, messages):
     return compared
 
 
-@needs_transformers
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_every_turn_is_the_official_encoding(tokenizers, template, variant):
@@ -114,7 +113,6 @@ PIECES = ["<|im_start|>", "<|im_end|>", "<|im_", " ", "\n", "x", "a b", "look up
 CONTENT = st.lists(st.sampled_from(PIECES), min_size=1, max_size=5).map("".join)
 
 
-@needs_transformers
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("template", TEMPLATES)
 @given(contents=st.lists(CONTENT, min_size=2, max_size=6))
@@ -124,7 +122,6 @@ def test_every_turn_of_any_text_is_the_official_encoding(tokenizers, template, v
         check_against_official(*tokenizers(template, variant), parse_messages(rows))
 
 
-@needs_transformers
 @pytest.mark.parametrize("arguments", ["[7]", "7.5", "[]"])
 def test_arguments_that_are_no_object_are_written_as_json(tmp_path, arguments):
     folder = make_folder(tmp_path / "tokenizer", CHATML)
@@ -139,7 +136,6 @@ def test_arguments_that_are_no_object_are_written_as_json(tmp_path, arguments):
     assert written == f"<tool_call>find {arguments}</tool_call><|im_end|>"
 
 
-@needs_transformers
 def test_without_an_end_of_turn_token_the_newline_ends_the_turn(tmp_path):
     folder = make_folder(tmp_path / "tokenizer", PLAIN)
     tokenizer, reference = load_tokenizer(folder), official(folder)
@@ -147,32 +143,30 @@ def test_without_an_end_of_turn_token_the_newline_ends_the_turn(tmp_path):
     assert reference.decode(turn.tokens[turn.start :]) == "  it is lost\n\n"
 
 
-@needs_transformers
-@pytest.mark.parametrize("content", ["\nthe", "\n\nthe answer", "the"])
-def test_an_answer_that_begins_as_its_prompt_ends(tmp_path, content):
-    """A tokenizer that joins line breaks: the model was given one and wrote the others."""
-    folder = make_folder(tmp_path / "tokenizer", CHATML, joins=("\n\n", "\n\n\n"))
-    tokenizer, reference = load_tokenizer(folder), official(folder)
-    rows = [{"role": "user", "content": "look"}, {"role": "assistant", "content": content}]
-    messages = parse_messages(rows)
-    (turn,) = tokenizer.encode_turns(messages)
-    assert turn.tokens[: turn.start].tolist() == official_tokens(reference, messages[:1], add_generation_prompt=True)
-    assert reference.decode(turn.tokens[turn.start :]) == f"{content}<|im_end|>"
+# Where a tokenizer joins line breaks, the model was given one and wrote the others.
+BREAKS = (CHATML, {"joins": ("\n\n", "\n\n\n")}, "{}<|im_end|>")
+BEHIND = [
+    *((*BREAKS, content) for content in ("\nthe", "\n\nthe answer", "the")),
+    *(
+        (PROMPT_ENDS_WITH_SPACE, VARIANTS[variant], "user: go\nassistant: {}\n", content)
+        for variant in ("plain", "metaspace", "prepend")
+        for content in ("no", "nothing", " no", "\nno", "-")
+    ),
+]
 
 
-@needs_transformers
-@pytest.mark.parametrize("content", ["no", "nothing", " no", "\nno", "-"])
-@pytest.mark.parametrize("variant", ["plain", "metaspace", "prepend"])
-def test_no_space_is_put_behind_a_prompt_that_ends_in_one(tmp_path, content, variant):
-    folder = make_folder(tmp_path / "tokenizer", PROMPT_ENDS_WITH_SPACE, **VARIANTS[variant])
+@pytest.mark.parametrize(("template", "variant", "written", "content"), BEHIND)
+def test_an_answer_is_written_behind_its_prompt(tmp_path, template, variant, written, content):
+    """Also if it begins as the prompt ends, and with no space behind a prompt that ends in one."""
+    folder = make_folder(tmp_path / "tokenizer", template, **variant)
     tokenizer, reference = load_tokenizer(folder), official(folder)
     messages = parse_messages([{"role": "user", "content": "go"}, {"role": "assistant", "content": content}])
     (turn,) = tokenizer.encode_turns(messages)
     assert turn.tokens[: turn.start].tolist() == official_tokens(reference, messages[:1], add_generation_prompt=True)
-    assert reference.decode(turn.tokens) == f"user: go\nassistant: {content}\n"
+    shown = turn.tokens if written.startswith("user") else turn.tokens[turn.start :]
+    assert reference.decode(shown) == written.format(content)
 
 
-@needs_transformers
 def test_a_tokenizer_that_cannot_write_behind_such_a_prompt(tmp_path):
     """Each text gets a space in front, and text that could stand before the answer joins it."""
     folder = make_folder(tmp_path / "tokenizer", PROMPT_ENDS_WITH_SPACE, prepend_always=True, joins=["\nn", ":n"])
@@ -186,7 +180,6 @@ def test_a_tokenizer_that_cannot_write_behind_such_a_prompt(tmp_path):
     )
 
 
-@needs_transformers
 def test_template_renders_tools(tmp_path):
     told = "{% for t in tools or [] %}<tool>{{ t.function.name }} {{ t.function.parameters | tojson }}{% endfor %}"
     tokenizer = load_tokenizer(make_folder(tmp_path / "tokenizer", told + CHATML))
@@ -196,16 +189,14 @@ def test_template_renders_tools(tmp_path):
         assert len(turn.tokens) - turn.start == len(untold.tokens) - untold.start
 
 
-@needs_transformers
+def two_turns(first, second):
+    rows = [{"role": "user", "content": "a"}, {"role": "assistant", "content": first}]
+    return [*rows, {"role": "user", "content": "c"}, {"role": "assistant", "content": second}]
+
+
 def test_a_template_that_removes_reasoning(tmp_path):
     tokenizer = load_tokenizer(make_folder(tmp_path / "tokenizer", THINKING))
-    rows = [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "<think>hm</think>b"},
-        {"role": "user", "content": "c"},
-        {"role": "assistant", "content": "d"},
-    ]
-    path = write_chat(tmp_path, rows)
+    path = write_chat(tmp_path, two_turns("<think>hm</think>b", "d"))
     assert len(read_samples(path, tokenizer=tokenizer, expand_turns=True)) == 2
     with pytest.raises(SampleError) as caught:
         read_samples(path, tokenizer=tokenizer)
@@ -213,17 +204,10 @@ def test_a_template_that_removes_reasoning(tmp_path):
     assert "rewrites the history after turn 0; set data.expand_turns" in str(caught.value)
 
 
-@needs_transformers
 def test_history_with_equal_text_and_other_tokens(tmp_path):
     """The first answer was written behind a line break, and with it is one token of the history."""
     folder = make_folder(tmp_path / "tokenizer", CHATML, joins=("\n\n",))
-    rows = [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "\nb"},
-        {"role": "user", "content": "c"},
-        {"role": "assistant", "content": "d"},
-    ]
-    path = write_chat(tmp_path, rows)
+    path = write_chat(tmp_path, two_turns("\nb", "d"))
     with pytest.raises(SampleError) as caught:
         read_samples(path, tokenizer=load_tokenizer(folder))
     assert str(caught.value) == (
@@ -233,23 +217,14 @@ def test_history_with_equal_text_and_other_tokens(tmp_path):
     )
 
 
-@needs_transformers
 def test_template_with_answers_that_do_not_continue_its_prompt(tmp_path):
     tokenizer = load_tokenizer(make_folder(tmp_path / "tokenizer", NO_CONTINUATION))
     with pytest.raises(ChatError, match=r"field 'messages\[2\]' does not continue its generation prompt"):
         tokenizer.encode_turns(parse_messages(ROWS))
 
 
-@needs_transformers
-def test_a_template_that_refuses(tmp_path):
-    tokenizer = load_tokenizer(make_folder(tmp_path / "tokenizer", REFUSING))
-    with pytest.raises(
-        SampleError, match=r"data\.jsonl:1: field 'messages' does not fit the chat template .* not supp"
-    ):
-        read_samples(write_chat(tmp_path, ROWS), tokenizer=tokenizer)
-
-
 FAULTY = {
+    "{{ raise_exception('system messages are not supported') }}": "system messages are not supported",
     "{{ 1 / 0 }}": "ZeroDivisionError: division by zero",
     "{{ range(10 ** 9) }}": "OverflowError: Range too big",
     "{{ {}.popitem() }}": "is unsafe",
@@ -263,7 +238,6 @@ FAULTY = {
 }
 
 
-@needs_transformers
 @pytest.mark.parametrize("template", FAULTY)
 def test_a_template_that_fails(tmp_path, template):
     folder = make_folder(tmp_path / "tokenizer", template)
@@ -275,7 +249,6 @@ def test_a_template_that_fails(tmp_path, template):
     assert "\n" not in str(caught.value)
 
 
-@needs_transformers
 @pytest.mark.parametrize(
     ("head", "word"),
     [
@@ -296,7 +269,6 @@ TODAY = (
 )
 
 
-@needs_transformers
 @pytest.mark.parametrize(
     ("given", "starts"),
     [
@@ -313,7 +285,6 @@ def test_template_receives_its_arguments_and_the_date(tmp_path, given, starts):
     assert tokenizer.decode(tokenizer.encode_turns(parse_messages(ROWS))[0].tokens).startswith(starts)
 
 
-@needs_transformers
 @pytest.mark.parametrize("head", ["\n", "  ", "", "\n\n  x"])
 def test_clock_does_not_change_the_rest_of_a_template(tmp_path, head):
     """Blanks at its start too, some of which blocks take with them."""
@@ -326,7 +297,6 @@ def test_clock_does_not_change_the_rest_of_a_template(tmp_path, head):
     assert [turn.tokens.tolist() for turn in told[0]] == [turn.tokens.tolist() for turn in told[1]]
 
 
-@needs_transformers
 def test_unknown_keywords_of_a_template(tmp_path):
     folder = make_folder(tmp_path / "tokenizer", CHATML)
     with pytest.raises(ValueError, match="chat_template_kwargs has 'tokenize', which is not a template variable"):
@@ -345,14 +315,12 @@ def test_unknown_keywords_of_a_template(tmp_path):
         read_samples(path, tokenizer=reads)
 
 
-@needs_transformers
 def test_words_that_only_look_like_a_clock(tmp_path):
     head = "{# strftime_now #}strftime_now {{ 'lipsum' }}{{ messages[0].strftime_now }}{% set random = 1 %}{{ random }}"
     tokenizer = load_tokenizer(make_folder(tmp_path / "tokenizer", head + CHATML))
     assert tokenizer.decode(tokenizer.encode_turns(parse_messages(ROWS))[0].tokens).startswith("strftime_now lipsum1<")
 
 
-@needs_transformers
 def test_folders_that_are_refused(tmp_path):
     for name, template, says in (
         ("open", CHATML + "{{ 'open }}", "has a chat template that cannot be parsed: "),
@@ -365,16 +333,6 @@ def test_folders_that_are_refused(tmp_path):
         load_tokenizer(str(tmp_path))
 
 
-def test_transformers_missing(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError) as caught:
-        load_tokenizer(str(tmp_path))
-    assert str(caught.value) == (
-        f"tokenizer '{tmp_path}' is a Hugging Face folder, which needs transformers: "
-        "pip install 'transformers<5.24,>=4.56'"
-    )
-
-
 def rewritten(folder, name, change):
     """Change one JSON file of a folder."""
     path = Path(folder) / name
@@ -384,7 +342,6 @@ def rewritten(folder, name, change):
     return folder
 
 
-@needs_transformers
 @pytest.mark.parametrize(
     "change",
     [
@@ -402,7 +359,6 @@ def test_folder_that_makes_nothing_of_text_is_refused(tmp_path, change):
         load_tokenizer(str(folder))
 
 
-@needs_transformers
 def test_tokenizer_of_few_words_is_accepted(tmp_path):
     words = {"<|im_start|>": 0, "<|im_end|>": 1, "?": 2, "ᚠᚢᚦ": 3}
     model = {"type": "WordLevel", "vocab": words, "unk_token": "?"}
@@ -424,7 +380,6 @@ BEYOND = [
 ]
 
 
-@needs_transformers
 @pytest.mark.parametrize(("name", "token_id", "change"), BEYOND)
 def test_a_token_beyond_int32_is_refused(tmp_path, name, token_id, change):
     folder = rewritten(make_folder(tmp_path / "tokenizer", CHATML), name, change)
@@ -440,7 +395,6 @@ def with_code(tmp_path):
     return folder
 
 
-@needs_transformers
 @pytest.mark.parametrize(
     ("name", "auto_map"),
     [
@@ -457,7 +411,6 @@ def test_warning_says_that_a_folders_code_is_not_run(with_code, tmp_path, name, 
     assert not (tmp_path / "ran").exists()
 
 
-@needs_transformers
 def test_a_folder_that_needs_its_code_is_refused_by_name(with_code, tmp_path, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda *_: "y")  # a person at a terminal would be asked, or a job answers
     change = {"auto_map": {"AutoTokenizer": ["own.Own", None]}, "tokenizer_class": "Own"}
@@ -467,7 +420,6 @@ def test_a_folder_that_needs_its_code_is_refused_by_name(with_code, tmp_path, mo
     assert not (tmp_path / "ran").exists()
 
 
-@needs_transformers
 def test_model_code_is_not_tokenizer_code(with_code, recwarn):
     rewritten(with_code, "config.json", lambda content: content.update(auto_map={"AutoConfig": "own.Own"}))
     load_tokenizer(with_code)

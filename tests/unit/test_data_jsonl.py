@@ -107,14 +107,22 @@ def test_a_temperature_of_1_is_that_of_a_sample_without(write):
     assert fold(samples[:3]).physical_tokens == 2 + 3
 
 
-def test_last_line_needs_no_newline(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b'{"tokens": [1]}\r\n{"tokens": [2]}')
-    assert [s.tokens.tolist() for s in read_samples(tmp_path / "a.jsonl")] == [[1], [2]]
+LINES = {
+    "no newline at the end": ("a.jsonl", b'{"tokens": [1]}\r\n{"tokens": [2]}'),
+    "line separators of Unicode": ("a.jsonl", '{"tokens": [1], "note": "a\u2028b\u0085c"}\n{"tokens": [2]}\n'.encode()),
+    "a byte order mark": ("a.jsonl", b'\xef\xbb\xbf{"tokens": [1]}\n{"tokens": [2]}\n'),
+    "a name that looks like a glob": ("a[1].jsonl", b'{"tokens": [1]}\n{"tokens": [2]}\n'),
+}
 
 
-def test_unicode_line_separators_do_not_split_lines(write):
-    path = write('{"tokens": [1], "note": "a\u2028b\u0085c"}', {"tokens": [2]})
-    assert [sample.source for sample in read_samples(path)] == [f"{path}:1", f"{path}:2"]
+@pytest.mark.parametrize("case", LINES)
+def test_lines_are_samples(tmp_path, case):
+    name, content = LINES[case]
+    (tmp_path / name).write_bytes(content)
+    samples = read_samples(str(tmp_path / name))
+    assert [(sample.tokens.tolist(), sample.source) for sample in samples] == [
+        ([number], f"{tmp_path / name}:{number}") for number in (1, 2)
+    ]
 
 
 def test_glob_is_sorted_and_lists_keep_their_order(tmp_path, write):
@@ -126,43 +134,9 @@ def test_glob_is_sorted_and_lists_keep_their_order(tmp_path, write):
     assert [sample.tokens[0] for sample in samples] == [99, 1, 2, 10]
 
 
-def test_file_name_that_looks_like_a_glob(write):
-    path = write({"tokens": [5]}, name="a[1].jsonl")
-    assert [sample.tokens.tolist() for sample in read_samples(path)] == [[5]]
-
-
 def test_null_is_missing(write):
     path = write({"tokens": [1, 2], "messages": None, "reward": None}, {"messages": CHAT[:2], "loss_mask": None})
     assert [text_of(sample) for sample in read_samples(path, tokenizer=CharacterTokenizer())] == ["\1\2", "UhiAyo\0"]
-
-
-def test_a_byte_order_mark_is_no_data(write):
-    path = write(b'\xef\xbb\xbf{"tokens": [7]}', {"tokens": [8]})
-    assert [sample.tokens.tolist() for sample in read_samples(path)] == [[7], [8]]
-
-
-@pytest.mark.parametrize("pack", [gzip.compress, lzma.compress, bz2.compress], ids=["gzip", "xz", "bzip2"])
-def test_compressed_file_is_recognised(tmp_path, pack):
-    path = tmp_path / "data.jsonl"
-    path.write_bytes(pack(b'{"tokens": [7, 8]}\n'))
-    with pytest.raises(SampleError, match=r"data.jsonl:1: the file is compressed; unpack it, or name a gzip file some"):
-        read_samples(path)
-
-
-@pytest.mark.parametrize(
-    ("start", "says"),
-    [
-        (b"PAR1\x15\x04\x15\xe3\n", "Parquet, known by its name; call it something.parquet"),
-        (b"ARROW1\0\0\xff\xff\xff\xff\n", "Arrow, known by its name; call it something.arrow"),
-        (b"\xff\xff\xff\xff\x90\0\0\0\n", "Arrow, known by its name; call it something.arrow"),
-    ],
-)
-def test_table_with_another_suffix_is_recognised(write, start, says):
-    path = write(start)
-    for read in (read_samples, lambda path: StreamedGroups(path, LineOptions())):
-        with pytest.raises(SampleError) as caught:
-            read(path)
-        assert str(caught.value) == f"{path}:1: the file is {says}"
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".GZ"])
@@ -299,63 +273,60 @@ def test_lines_before_a_bad_one_are_delivered(write):
         next(groups)
 
 
-def test_an_expanded_turn_that_is_too_long_is_named(write):
-    path = write({"messages": CHAT})
+LINE = b'{"tokens": [7, 8]}\n'
+TURNS = encode({"messages": CHAT}) + b"\n"
+EXPANDED = {"tokenizer": CharacterTokenizer(), "expand_turns": True, "limits": {"batch.max_tokens": 8}}
+# A file's name and content, the start of the error behind the path, and options.
+REFUSED = {
+    "gzip": ("data.jsonl", gzip.compress(LINE), ":1: the file is compressed; unpack it, or name a gzip file some"),
+    "xz": ("data.jsonl", lzma.compress(LINE), ":1: the file is compressed; unpack it, or name a gzip file some"),
+    "bzip2": ("data.jsonl", bz2.compress(LINE), ":1: the file is compressed; unpack it, or name a gzip file some"),
+    "Parquet": ("data.jsonl", b"PAR1\x15\x04\x15\xe3\n",
+                ":1: the file is Parquet, known by its name; call it something.parquet"),
+    "Arrow": ("data.jsonl", b"ARROW1\0\0\xff\xff\xff\xff\n",
+              ":1: the file is Arrow, known by its name; call it something.arrow"),
+    "a stream of Arrow": ("data.jsonl", b"\xff\xff\xff\xff\x90\0\0\0\n",
+                          ":1: the file is Arrow, known by its name; call it something.arrow"),
+    "cut gzip": ("cut.jsonl.gz", gzip.compress(LINE)[:-6], ": cannot be read after line "),
+    "a turn that is too long": (
+        "data.jsonl", TURNS, ":1 turn 1: the sample has 13 tokens, but batch.max_tokens is 8; raise batch.max_tokens "
+        "or shorten the sample", EXPANDED,
+    ),
+    "no tokenizer": (
+        "data.jsonl", TURNS, ":1: field 'messages' needs a tokenizer; set data.tokenizer, or give 'tokens'",
+    ),
+    "not UTF-8": (
+        "data.jsonl", LINE + b'{"note": "caf\xe9", "tokens": [1]}\n',
+        ":2: byte 14 of the line is not UTF-8; convert the file to UTF-8",
+    ),
+    "blank": ("data.jsonl", b"\n   \n", ": no samples; every line is blank"),
+    "no file": ("nothing.jsonl", None, ": no such file in "),
+    "a glob without a file": ("*.jsonl", None, ": this glob matches no file in "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_files_that_are_refused(tmp_path, case):
+    name, content, says, *options = REFUSED[case]
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
     with pytest.raises(SampleError) as caught:
-        read_samples(path, tokenizer=CharacterTokenizer(), expand_turns=True, limits={"batch.max_tokens": 8})
-    assert str(caught.value) == (
-        f"{path}:1 turn 1: the sample has 13 tokens, but batch.max_tokens is 8; raise batch.max_tokens or shorten the "
-        "sample"
-    )
+        read_samples(str(path), **(options[0] if options else {}))
+    assert str(caught.value).startswith(f"{path}{says}")
+    assert content is not None or str(caught.value).endswith(("; check the path", "; check the pattern"))
+    if "Arrow" in case or case == "Parquet":
+        with pytest.raises(SampleError) as streamed:
+            StreamedGroups(str(path), LineOptions())
+        assert str(streamed.value) == str(caught.value) == f"{path}{says}"
 
 
-def test_messages_without_a_tokenizer(write):
-    path = write({"messages": CHAT})
-    with pytest.raises(SampleError) as caught:
-        read_samples(path)
-    assert str(caught.value) == f"{path}:1: field 'messages' needs a tokenizer; set data.tokenizer, or give 'tokens'"
-
-
-def test_not_utf8(write):
-    path = write({"tokens": [1]}, b'{"note": "caf\xe9", "tokens": [1]}')
-    with pytest.raises(SampleError) as caught:
-        read_samples(path)
-    assert str(caught.value) == f"{path}:2: byte 14 of the line is not UTF-8; convert the file to UTF-8"
-
-
-def test_missing_file(tmp_path):
-    with pytest.raises(SampleError, match=r"nothing\.jsonl: no such file in .*; check the path"):
-        read_samples(tmp_path / "nothing.jsonl")
-
-
-def test_glob_that_matches_nothing(tmp_path):
-    with pytest.raises(SampleError, match=r"\*\.jsonl: this glob matches no file in .*; check the pattern"):
-        read_samples(str(tmp_path / "*.jsonl"))
-
-
-def test_folder(tmp_path):
+def test_folders_and_no_paths_are_refused(tmp_path):
     with pytest.raises(SampleError) as caught:
         read_samples(tmp_path)
     assert str(caught.value) == f"{tmp_path}: is a folder; name its files, for example '{tmp_path / '*.jsonl'}'"
-
-
-def test_no_paths():
     with pytest.raises(SampleError, match=r"no data paths; give data\.path at least one file"):
         read_samples([])
-
-
-def test_no_samples(write):
-    path = write("", "   ")
-    with pytest.raises(SampleError) as caught:
-        read_samples(path)
-    assert str(caught.value) == f"{path}: no samples; every line is blank"
-
-
-def test_damaged_gzip(tmp_path):
-    path = tmp_path / "cut.jsonl.gz"
-    path.write_bytes(gzip.compress(b'{"tokens": [7, 8]}\n')[:-6])
-    with pytest.raises(SampleError, match=r"cut\.jsonl\.gz: cannot be read after line \d+: "):
-        read_samples(path)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")

@@ -1,6 +1,7 @@
 """The Mistral tokenizers against mistral-common's own encodings of every history and every answered history."""
 
 import json
+import sys
 from functools import cache
 
 import numpy as np
@@ -290,6 +291,16 @@ def test_names_and_sizes(tokenizer):
     assert (tokenizer_of("mistral-v3").name, tokenizer_of("mistral-v3").vocab_size) == ("mistral-v3", 32768)
     with pytest.raises(ValueError, match="'gpt-5' is neither a folder nor one of mistral-v3, mistral-v3-tekken, "):
         load_tokenizer("gpt-5")
+
+
+def test_transformers_missing(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError) as caught:
+        load_tokenizer(str(tmp_path))
+    assert str(caught.value) == (
+        f"tokenizer '{tmp_path}' is a Hugging Face folder, which needs transformers: "
+        "pip install 'transformers<5.24,>=4.56'"
+    )
 
 
 ASKED = "<s>[INST] two[/INST]"

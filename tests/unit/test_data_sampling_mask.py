@@ -108,32 +108,34 @@ def test_first_tokens_set_has_no_effect(read):
     assert kept_of(sample)[0] == [9]
 
 
+RESPONSE = {"prompt_tokens": [1, 2], "response_tokens": [3, 4]}
+IN_VOCABULARY = TOKENS | {"sampling_mask": [None, None, [3, 8], [4]]}
+
+
 @pytest.mark.parametrize(
-    ("mask", "says"),
+    ("row", "options", "says"),
     [
-        ([[3]], "field 'sampling_mask' has 1 entries, but there are 4 tokens, of which 2 are the response's"),
-        ({"token_ids": [3], "offsets": []}, "must be flat lists of integers"),
-        ({"token_ids": [3], "offsets": [0, 2, 1]}, "field 'sampling_mask.offsets' must rise from 0 to 1"),
-        ({"token_ids": [3], "offsets": ["a"]}, "must be flat lists of integers"),
-        ({"token_ids": [3]}, "field 'sampling_mask' must be a list with an entry for each token"),
+        (RESPONSE | {"sampling_mask": [[3]]}, {},
+         "field 'sampling_mask' has 1 entries, but there are 4 tokens, of which 2 are the response's"),
+        (RESPONSE | {"sampling_mask": {"token_ids": [3], "offsets": []}}, {}, "must be flat lists of integers"),
+        (RESPONSE | {"sampling_mask": {"token_ids": [3], "offsets": [0, 2, 1]}}, {},
+         "field 'sampling_mask.offsets' must rise from 0 to 1"),
+        (RESPONSE | {"sampling_mask": {"token_ids": [3], "offsets": ["a"]}}, {}, "must be flat lists of integers"),
+        (RESPONSE | {"sampling_mask": {"token_ids": [3]}}, {},
+         "field 'sampling_mask' must be a list with an entry for each token"),
+        (IN_VOCABULARY, {"vocab_size": 8}, "field 'sampling_mask' keeps 8 at index 2, outside the model's"),
+        (IN_VOCABULARY, {"vocab_size": 9}, None),
+        ({"messages": CHAT, "sampling_mask": [[1]]}, {"tokenizer": CharacterTokenizer()},
+         "field 'sampling_mask' goes with 'tokens'"),
     ],
-)
-def test_mistakes_of_a_response_are_named(read, mask, says):
+)  # fmt: skip
+def test_mistakes_of_other_rows_are_named(read, row, options, says):
+    if says is None:
+        assert len(read(row, **options)) == 1
+        return
     with pytest.raises(SampleError, match="jsonl:1: ") as error:
-        read({"prompt_tokens": [1, 2], "response_tokens": [3, 4], "sampling_mask": mask})
+        read(row, **options)
     assert says in str(error.value)
-
-
-def test_kept_ids_are_checked_against_the_vocabulary(read):
-    row = TOKENS | {"sampling_mask": [None, None, [3, 8], [4]]}
-    assert len(read(row, vocab_size=9)) == 1
-    with pytest.raises(SampleError, match="jsonl:1: field 'sampling_mask' keeps 8 at index 2, outside the model's"):
-        read(row, vocab_size=8)
-
-
-def test_messages_have_no_mask(read):
-    with pytest.raises(SampleError, match="field 'sampling_mask' goes with 'tokens'"):
-        read({"messages": CHAT, "sampling_mask": [[1]]}, tokenizer=CharacterTokenizer())
 
 
 def test_a_mask_of_another_type_is_refused():

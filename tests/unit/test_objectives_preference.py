@@ -92,29 +92,30 @@ def test_metrics_by_hand():
     assert metrics["reward_rejected"] == pytest.approx(0.1 * (score[0] + score[2]) / 2)
 
 
+UNSCORED = [Sample(tokens=[1, 2]), Sample(tokens=[1, 2], loss_mask=[1, 0])]
+
+
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("objective", "change", "says"),
     [
-        (lambda s: [s[0], s[1], s[2]], r"^file:2: the partner of pair 1 is not in this step"),
-        (
-            lambda s: [s[0], changed(s[1], pair=None, chosen=None)],
-            r"^file:1: field 'pair' is missing, and a preference",
-        ),
-        (lambda s: [s[0], s[1], changed(s[3], pair=0)], r"^file:3: pair 0 already has a chosen sample, file:1"),
-        (lambda s: [s[0], changed(s[1], ref_logprobs=None)], r"^file:1: field 'ref_logprobs' is missing"),
+        ("dpo", lambda s: s[:3], r"^file:2: the partner of pair 1 is not in this step"),
+        ("dpo", lambda s: [s[0], changed(s[1], pair=None, chosen=None)],
+         r"^file:1: field 'pair' is missing, and a preference"),
+        ("dpo", lambda s: [s[0], s[1], changed(s[3], pair=0)],
+         r"^file:3: pair 0 already has a chosen sample, file:1"),
+        ("dpo", lambda s: [s[0], changed(s[1], ref_logprobs=None)], r"^file:1: field 'ref_logprobs' is missing"),
+        ("simpo", lambda s: with_signals(UNSCORED, 0, table_seed=0), r"^file:1: no token is scored"),
+        (KTO(reference_point="zero"), lambda s: with_signals(UNSCORED, 0, table_seed=0),
+         r"^file:1: no token is scored, and kto scores completions"),
+        (KTO(), lambda s: [s[0], changed(s[1], label=None)], r"^file:1: field 'label' is missing, and kto needs it"),
+        (KTO(), lambda s: [changed(s[0], old_logprobs=None), s[1]],
+         r"^file:0: field 'old_logprobs' is missing, and a mismatched sample needs it"),
+        (KTO(), lambda s: s[1:], r"^file:1: neither this nor another sample of the step is mismatched"),
     ],
-)
-def test_a_pair_that_is_not_one_is_named(change, says):
+)  # fmt: skip
+def test_samples_that_do_not_fit_are_named(objective, change, says):
     with pytest.raises(SampleError, match=says):
-        make_objective("dpo").targets(change(some_pairs()))
-
-
-def test_a_completion_without_a_scored_token_is_named():
-    samples = with_signals([Sample(tokens=[1, 2]), Sample(tokens=[1, 2], loss_mask=[1, 0])], 0, table_seed=0)
-    with pytest.raises(SampleError, match=r"^file:1: no token is scored"):
-        make_objective("simpo").targets(samples)
-    with pytest.raises(SampleError, match=r"^file:1: no token is scored, and kto scores completions"):
-        KTO(reference_point="zero").targets(samples)
+        (make_objective(objective) if isinstance(objective, str) else objective).targets(change(some_pairs()))
 
 
 def test_a_pair_cut_in_two_is_refused():
@@ -138,18 +139,6 @@ def test_a_pair_cut_in_two_is_refused():
 def test_invalid_settings_are_rejected(options, says):
     with pytest.raises(ValueError, match=says):
         make_objective("dpo", options)
-
-
-def test_kto_names_missing_fields():
-    samples = some_pairs()
-    with pytest.raises(SampleError, match=r"^file:1: field 'label' is missing, and kto needs it"):
-        KTO().targets([samples[0], changed(samples[1], label=None)])
-    with pytest.raises(
-        SampleError, match=r"^file:0: field 'old_logprobs' is missing, and a mismatched sample needs it"
-    ):
-        KTO().targets([changed(samples[0], old_logprobs=None), samples[1]])
-    with pytest.raises(SampleError, match=r"^file:1: neither this nor another sample of the step is mismatched"):
-        KTO().targets(samples[1:])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

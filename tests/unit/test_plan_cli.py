@@ -33,10 +33,19 @@ def plan(*arguments):
     return run_command("plan", *arguments)
 
 
-def test_json_is_the_report(rows):
-    result = plan(rows, "--max-tokens", "14", "--dp", "2", "--json")
+def report_of(*arguments):
+    result = plan(*arguments, "--json")
     assert result.exit_code == 0, result.output
-    report = json.loads(result.stdout)
+    return json.loads(result.stdout)
+
+
+def written(folder, text):
+    (folder / "recipe.yaml").write_text(text)
+    return str(folder / "recipe.yaml")
+
+
+def test_json_is_the_report(rows):
+    report = report_of(rows, "--max-tokens", "14", "--dp", "2")
     assert report["samples"] == 7
     assert report["logical_tokens"] == 6 * 11 + 12
     assert report["unique_tokens"] == 10 + 6 + 12
@@ -48,17 +57,20 @@ def test_json_is_the_report(rows):
     assert report["slowest"] == max(sum(batch["cost"] for batch in rank) for rank in report["ranks"])
 
 
-def test_a_recipe_gives_flops_and_padding(rows, tmp_path):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(RECIPE)
-    result = plan(rows, "--max-tokens", "64", "--dp", "1", "--model", str(recipe), "--json")
-    assert result.exit_code == 0, result.output
-    report = json.loads(result.stdout)
-    model = CostModel.from_work(ModelWork.from_model(load_recipe(recipe).model, fused_head=True))
+@pytest.mark.parametrize(
+    ("objective", "work"),
+    # A critic has no vocabulary to pay for.
+    [("", {"fused_head": True}), ("objective: {name: critic}\n", {"scalar_head": True})],
+)
+def test_a_recipe_gives_flops_and_padding(rows, tmp_path, objective, work):
+    recipe = written(tmp_path, RECIPE + objective)
+    report = report_of(rows, "--max-tokens", "64", "--dp", "1", "--model", recipe)
+    model = CostModel.from_work(ModelWork.from_model(load_recipe(recipe).model, **work))
     (batch,) = report["ranks"][0]
     assert batch["padding"] == 4
     assert 0 < batch["scored"] < batch["tokens"]
     assert batch["cost"] == model.of_micro_batch(batch["tokens"], batch["pairs"], batch["scored"])
+    assert (model.scored == 0) == ("scalar_head" in work)
     assert report["cost_unit"] == "FLOPs"
 
 
@@ -69,27 +81,14 @@ def test_states_of_recurrent_layers_are_counted(rows, tmp_path):
     recipe.write_text(
         RECIPE.replace("num_layers: 2,", f"num_layers: 3, hybrid_layer_pattern: GG*, transformer: {sizes},")
     )
-    result = plan(rows, "--max-tokens", "64", "--model", str(recipe), "--json")
-    assert result.exit_code == 0, result.output
-    (batch,) = json.loads(result.stdout)["ranks"][0]
+    (batch,) = report_of(rows, "--max-tokens", "64", "--model", recipe)["ranks"][0]
     assert (batch["segments"], batch["segment_levels"], batch["segment_states"]) == (8, 2, 6)
     model = CostModel.from_work(ModelWork.from_model(load_recipe(recipe).model, fused_head=True))
     assert batch["cost"] == model.of_micro_batch(batch["tokens"], batch["pairs"], batch["scored"], 8, 2)
-    shown = " ".join(plan(rows, "--max-tokens", "64", "--model", str(recipe)).stdout.split())
+    shown = " ".join(plan(rows, "--max-tokens", "64", "--model", recipe).stdout.split())
     assert "levels of segments 2 at most in a micro-batch" in shown
     assert f"states below branches 6 {6 * 2 * 32 * 4 / 2**30:.3g} GiB in 2 layers" in shown
     assert f"in the budget {model.state_tokens} tokens for each path that joins a tree" in shown
-
-
-def test_a_critic_has_no_vocabulary_to_pay_for(rows, tmp_path):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(RECIPE + "objective: {name: critic}\n")
-    result = plan(rows, "--max-tokens", "64", "--model", str(recipe), "--json")
-    assert result.exit_code == 0, result.output
-    (batch,) = json.loads(result.stdout)["ranks"][0]
-    model = CostModel.from_work(ModelWork.from_model(load_recipe(recipe).model, scalar_head=True))
-    assert model.scored == 0
-    assert batch["cost"] == model.of_micro_batch(batch["tokens"], batch["pairs"], batch["scored"])
 
 
 def test_table_names_the_key_figures(rows):
@@ -160,15 +159,14 @@ def test_steps_are_the_ones_that_training_takes(turns):
 
 
 def test_steps_follow_a_recipe_and_options_win(turns, tmp_path):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(RECIPE.replace("unused.jsonl}", "unused.jsonl, order: file}"))
+    recipe = written(tmp_path, RECIPE.replace("unused.jsonl}", "unused.jsonl, order: file}"))
     for command in ("inspect", "plan"):
         steps = steps_of(command, turns, "--model", recipe)
         assert (steps["order"], steps["global_batch_size"], steps["fold_ratio"]["mean"]) == ("file", 4, 1)
         steps = steps_of(command, turns, "--model", recipe, "--order", "folded", "--global-batch-size", 24)
         assert (steps["order"], steps["steps"], steps["fold_ratio"]["mean"]) == ("folded", 1, 24 * 24 / (6 * 36))
     # Groups that training takes complete, and rejects.
-    recipe.write_text(RECIPE + "objective: {name: grpo}\n")
+    recipe = written(tmp_path, RECIPE + "objective: {name: grpo}\n")
     result = run_command("inspect", turns, "--model", recipe)
     assert result.exit_code == 2
     assert "group 0 goes on" in result.stderr or "global_batch_size=4 would cut some" in result.stderr
@@ -209,7 +207,7 @@ def test_expanded_turns_are_pointed_to(tmp_path):
 
 
 def test_idle_ranks_are_named(rows):
-    report = json.loads(plan(rows, "--max-tokens", "14", "--dp", "20", "--json").stdout)
+    report = report_of(rows, "--max-tokens", "14", "--dp", "20")
     idle = sum(not any(batch["samples"] for batch in rank) for rank in report["ranks"])
     assert report["idle_ranks"] == idle == 16
     assert "idle" not in plan(rows, "--max-tokens", "14", "--dp", "2").stdout
@@ -218,12 +216,12 @@ def test_idle_ranks_are_named(rows):
 def test_empty_micro_batches_are_named(rows):
     """Only those of ranks with work: an idle rank is reported as idle."""
     words = ("--max-tokens", "100", "--dp", "2", "--micro-batches", "7")
-    report = json.loads(plan(rows, *words, "--json").stdout)
+    report = report_of(rows, *words)
     empty = sum(not batch["samples"] for rank in report["ranks"] for batch in rank)
     assert report["empty_micro_batches"] == empty > 0 == report["idle_ranks"]
     assert f"{empty} of 14 use fewer --micro-batches" in " ".join(plan(rows, *words).stdout.split())
     alone = ("--max-tokens", "14", "--dp", "20")
-    assert json.loads(plan(rows, *alone, "--json").stdout)["empty_micro_batches"] == 16
+    assert report_of(rows, *alone)["empty_micro_batches"] == 16
     assert "without samples" not in plan(rows, *alone).stdout
 
 
@@ -242,7 +240,7 @@ def test_the_command_plans_like_the_library(rows):
 
     samples = read_samples(rows)
     expected = plan_step(samples, max_tokens=14, dp_size=2, cost_model=CostModel())
-    report = json.loads(plan(rows, "--max-tokens", "14", "--dp", "2", "--json").stdout)
+    report = report_of(rows, "--max-tokens", "14", "--dp", "2")
     assert tuple(tuple(batch["tokens"] for batch in rank) for rank in report["ranks"]) == expected.physical_tokens
 
 
@@ -260,9 +258,8 @@ def test_less_sharing(rows, tmp_path):
 
 
 def test_sharing_options_override_the_recipe(rows, tmp_path):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(RECIPE.replace("max_tokens: 64}", "max_tokens: 64, min_shared_tokens: 11}"))
-    model = ("--max-tokens", "64", "--model", str(recipe), "--json")
+    recipe = written(tmp_path, RECIPE.replace("max_tokens: 64}", "max_tokens: 64, min_shared_tokens: 11}"))
+    model = ("--max-tokens", "64", "--model", recipe, "--json")
     assert json.loads(plan(rows, *model).stdout)["unique_tokens"] == 6 * 11 + 12
     assert json.loads(plan(rows, *model, "--min-shared-tokens", "10").stdout)["unique_tokens"] == 10 + 6 + 12
 
@@ -304,7 +301,7 @@ def test_a_recipe_keeps_pairs_together(tmp_path):
         budget = RECIPE.replace("max_tokens: 64", f"max_tokens: 64, over_budget: {way}")
         recipe.write_text(budget + f"objective: {{name: {objective}}}\n")
         write_rows(data, rows)
-        result = plan(str(data), "--max-tokens", str(max_tokens), "--model", str(recipe), "--json", *options)
+        result = plan(str(data), "--max-tokens", str(max_tokens), "--model", recipe, "--json", *options)
         return result.exit_code, json.loads(result.stdout) if result.exit_code == 0 else result.stderr
 
     for objective in ("simpo", "reward_model"):
@@ -327,7 +324,7 @@ def test_on_error_option_overrides_the_recipe(rows, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     skipping = RECIPE.replace("unused.jsonl}", "unused.jsonl, on_error: skip}")
     recipe.write_text(skipping.replace("max_tokens: 64}", "max_tokens: 64, over_budget: repeat}"))
-    model = ("--max-tokens", "11", "--model", str(recipe), "--json")
+    model = ("--max-tokens", "11", "--model", recipe, "--json")
     result = plan(rows, *model)
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["skipped"] == 1
@@ -342,7 +339,7 @@ def test_plan_uses_the_recipes_data_settings(tmp_path):
     reading = "data: {path: x.jsonl, tokenizer: mistral-v3-tekken, expand_turns: true}"
     recipe.write_text(re.sub(r"data: .*", reading, RECIPE))
     given = plan(str(data), "--max-tokens", "100", "--tokenizer", "mistral-v3-tekken", "--expand-turns", "--json")
-    by_recipe = plan(str(data), "--max-tokens", "100", "--model", str(recipe), "--json")
+    by_recipe = plan(str(data), "--max-tokens", "100", "--model", recipe, "--json")
     assert given.exit_code == by_recipe.exit_code == 0, by_recipe.output
     given, by_recipe = json.loads(given.stdout), json.loads(by_recipe.stdout)
     assert by_recipe["samples"] == given["samples"] == 3
@@ -382,8 +379,7 @@ def without_megatron(tmp_path):
 
 @pytest.mark.ci
 def test_plan_needs_no_megatron(rows, tmp_path, without_megatron):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(RECIPE + "objective: {name: grpo}\n")
+    recipe = written(tmp_path, RECIPE + "objective: {name: grpo}\n")
     done = without_megatron("plan", rows, "--max-tokens", 64, "--dp", 2, "--json")
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["unique_tokens"] == 10 + 6 + 12
@@ -391,21 +387,19 @@ def test_plan_needs_no_megatron(rows, tmp_path, without_megatron):
     done = without_megatron("plan", data, "--model", recipe, "--json")
     assert done.returncode == 0, done.stderr
     assert done.stderr == "megatron-core is not installed, so the model's settings are checked only by train\n"
-    assert done.stdout == plan(str(data), "--model", str(recipe), "--json").stdout
+    assert done.stdout == plan(str(data), "--model", recipe, "--json").stdout
 
 
 def test_plan_rejects_unsupported_settings(rows, tmp_path, without_megatron):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(RECIPE.replace("vocab_size: 64", "vocab_size: 64, transformer: {num_moe_experts: four}"))
+    recipe = written(tmp_path, RECIPE.replace("vocab_size: 64", "vocab_size: 64, transformer: {num_moe_experts: four}"))
     done = without_megatron("plan", rows, "--model", recipe)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("error: model.transformer: cannot count FLOPs with these settings")
 
 
 def test_a_recipe_carries_samples_above_the_budget(rows, tmp_path):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(RECIPE)
-    report = json.loads(plan(rows, "--max-tokens", "8", "--model", str(recipe), "--json").stdout)
+    recipe = written(tmp_path, RECIPE)
+    report = report_of(rows, "--max-tokens", "8", "--model", recipe)
     batches = report["ranks"][0]
     assert report["repeated_tokens"] == 0
     assert sum(batch["tokens"] for batch in batches) == report["unique_tokens"] + report["carried_tokens"]
@@ -413,15 +407,15 @@ def test_a_recipe_carries_samples_above_the_budget(rows, tmp_path):
     assert sum(batch["samples"] for batch in batches) == report["samples"]
     assert report["carried_tokens"] > 0
     assert report["slowest"] >= report["lower_bound"]
-    assert "carried tokens" in plan(rows, "--max-tokens", "8", "--model", str(recipe)).stdout
+    assert "carried tokens" in plan(rows, "--max-tokens", "8", "--model", recipe).stdout
 
 
 def test_plan_counts_the_scoring_pass(rows, tmp_path):
     recipe, reports = tmp_path / "recipe.yaml", {}
     for name in ("sft", "kto"):
         recipe.write_text(f"{RECIPE}objective: {{name: {name}}}\n")
-        arguments = ("--max-tokens", "8", "--model", str(recipe))
-        reports[name] = json.loads(plan(rows, *arguments, "--json").stdout)
+        arguments = ("--max-tokens", "8", "--model", recipe)
+        reports[name] = report_of(rows, *arguments)
     ordinary, whole = reports["sft"], reports["kto"]
     assert (ordinary["scored_first_tokens"], whole["scored_first_tokens"]) == (0, whole["unique_tokens"])
     costs = [sum(batch["cost"] for batch in one["ranks"][0] if batch["scored"]) for one in (ordinary, whole)]
@@ -430,6 +424,5 @@ def test_plan_counts_the_scoring_pass(rows, tmp_path):
 
 
 def test_models_with_further_depths_are_carried(rows, tmp_path):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(RECIPE.replace("vocab_size: 64", "vocab_size: 64, transformer: {mtp_num_layers: 1}"))
-    assert "carried tokens" in plan(rows, "--max-tokens", "8", "--model", str(recipe)).stdout
+    recipe = written(tmp_path, RECIPE.replace("vocab_size: 64", "vocab_size: 64, transformer: {mtp_num_layers: 1}"))
+    assert "carried tokens" in plan(rows, "--max-tokens", "8", "--model", recipe).stdout

@@ -156,12 +156,6 @@ def test_tokenizer_of_another_vocabulary_is_rejected(folder: Path, tmp_path: Pat
     assert hf_recipe(folder, f"data.tokenizer={other}").data.tokenizer == str(other)
 
 
-def test_adapter_in_the_weights_folder_is_rejected(folder: Path) -> None:
-    (folder / "adapter_config.json").write_text("{}")
-    with pytest.raises(RecipeError, match=r"has adapter_config\.json: transformers adds an adapter to these weights"):
-        hf_recipe(folder)
-
-
 def test_export_without_a_folder_is_rejected(tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text(
@@ -173,31 +167,6 @@ def test_export_without_a_folder_is_rejected(tmp_path: Path) -> None:
     refused = run_command("export", file, tmp_path / "out")
     assert refused.exit_code == 2
     assert "export needs model.hf, whose format it writes" in refused.output
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"quantization_config": {"quant_method": "fp8"}}, "has 'quantization_config'"),
-        ({"architectures": None}, "has architectures=None; model.hf takes one, a causal language model"),
-        ({"architectures": ["BertModel"]}, r"has architectures=\['BertModel'\]"),
-        ({"architectures": ["A", "BForCausalLM"]}, r"has architectures=\['A', 'BForCausalLM'\]"),
-    ],
-)
-def test_configurations_that_are_rejected(folder: Path, changes: dict[str, Any], says: str) -> None:
-    write_config(folder, **changes)
-    with pytest.raises(RecipeError, match=says):
-        hf_recipe(folder)
-
-
-@pytest.mark.parametrize("kind", ["ernie4_5_moe", "falcon_h1", "deepseek_v4", None])
-def test_families_that_were_not_compared_are_rejected(folder: Path, kind: str | None) -> None:
-    """Also those whose configurations have other names for the sizes, or tables of integers among the weights."""
-    write_config(folder, model_type=kind, auto_map={"AutoConfig": "own.Own"}, quantization_config={})
-    write_tensors(folder / "model.safetensors", ["a"], dtype="I64")
-    says = rf"config\.json has model_type={kind}, an architecture whose results were never compared with transformers'"
-    with pytest.raises(RecipeError, match=f"{says}; model.hf takes deepseek_v3, .*, qwen3_moe, "):
-        hf_recipe(folder)
 
 
 def test_text_model_of_a_model_of_pictures_and_text(folder: Path) -> None:
@@ -226,20 +195,6 @@ def test_code_of_a_compared_family_is_ignored(folder: Path, caplog: pytest.LogCa
     assert caplog.messages == [f"{folder / 'config.json'} {says}"]
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "3", '{"a": ' * 100_000])
-def test_configurations_that_are_not_objects(folder: Path, text: str) -> None:
-    (folder / "config.json").write_text(text)
-    with pytest.raises(RecipeError, match=r"config\.json is not (JSON|a JSON object)"):
-        hf_recipe(folder)
-
-
-def test_configuration_without_a_size(folder: Path) -> None:
-    kept = ("architectures", "model_type", "num_hidden_layers")
-    (folder / "config.json").write_text(json.dumps({name: CONFIG[name] for name in kept}))
-    with pytest.raises(RecipeError, match=r"config\.json lacks 'hidden_size'"):
-        hf_recipe(folder)
-
-
 @pytest.mark.parametrize(
     "layers", [{"layers_block_type": ["linear_attention", "moe", "full_attention"]}, {"hybrid_override_pattern": "ME*"}]
 )
@@ -250,40 +205,78 @@ def test_layers_are_counted_by_their_kinds(folder: Path, layers: dict[str, Any])
     assert hf_recipe(folder).model.num_layers == 3
 
 
-def test_pickles_are_rejected(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(RecipeError, match=r"it has neither model\.safetensors nor"):
-        hf_recipe(folder)
-    (folder / "pytorch_model.bin").write_bytes(b"\x80")
-    with pytest.raises(RecipeError, match=r"its weights are pickles \(pytorch_model\.bin\), which can run code"):
-        hf_recipe(folder)
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+KINDS = ("ernie4_5_moe", "falcon_h1", "deepseek_v4", None)
+NOT_COMPARED = r"config\.json has model_type={}, an architecture whose results were never compared with transformers'"
+HEADERS = [b"{}", b"[]", b'{"a": 1}', b'{"a": {"dtype": "F32"}}', b"[" * 5000]
+HEADERS += [b'{"a": {"dtype": "F32", "shape": [%s], "data_offsets": [0, 0]}}' % size for size in (b"true", b"-1", b"9")]
+# Changed files: an object is JSON, a list the tensors and their type, a number the bytes that are left, None no file.
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"adapter_config.json": {}}, r"has adapter_config\.json: transformers adds an adapter to these weights"),
+    ({"config.json": CONFIG | {"quantization_config": {"quant_method": "fp8"}}}, "has 'quantization_config'"),
+    (
+        {"config.json": CONFIG | {"architectures": None}},
+        "has architectures=None; model.hf takes one, a causal language model",
+    ),
+    ({"config.json": CONFIG | {"architectures": ["BertModel"]}}, r"has architectures=\['BertModel'\]"),
+    ({"config.json": CONFIG | {"architectures": ["A", "BForCausalLM"]}}, r"has architectures=\['A', 'BForCausalLM'\]"),
+    # Also those whose configurations have other names for the sizes, or tables of integers among the weights.
+    *(
+        (
+            {
+                "config.json": CONFIG
+                | {"model_type": kind, "auto_map": {"AutoConfig": "own"}, "quantization_config": {}},
+                WEIGHTS: (["a"], "I64"),
+            },
+            f"{NOT_COMPARED.format(kind)}; model.hf takes deepseek_v3, .*, qwen3_moe, ",
+        )
+        for kind in KINDS
+    ),
+    *(
+        ({"config.json": text}, r"config\.json is not (JSON|a JSON object)")
+        for text in ("{", "[]", "3", '{"a": ' * 10**5)
+    ),
+    (
+        {"config.json": {name: CONFIG[name] for name in ("architectures", "model_type", "num_hidden_layers")}},
+        r"config\.json lacks 'hidden_size'",
+    ),
+    ({WEIGHTS: None}, r"it has neither model\.safetensors nor"),
+    (
+        {WEIGHTS: None, "pytorch_model.bin": b"\x80"},
+        r"its weights are pickles \(pytorch_model\.bin\), which can run code",
+    ),
+    *(({WEIGHTS: kept}, "was cut off or is damaged; download it again") for kept in (-1, 20, 7, 0)),
+    *(({WEIGHTS: struct.pack("<Q", len(one)) + one}, "is not a safetensors file") for one in HEADERS),
+    (
+        {WEIGHTS: (["a"], "F8_E4M3")},
+        "has 'a' of type F8_E4M3; give the folder of weights that are not quantized",
+    ),
+    (
+        {INDEX: {"weight_map": {"a": "one.safetensors"}}, "one.safetensors": (["a"], "F32")},
+        r"has weights twice: transformers reads model\.safetensors",
+    ),
+    *(
+        ({WEIGHTS: None, INDEX: {"weight_map": {"a": file}}}, "which is no safetensors file next to it")
+        for file in ("../one.safetensors", "/etc/passwd", "one.bin", "")
+    ),
+]
 
 
-@pytest.mark.parametrize("kept", [-1, 20, 7, 0])
-def test_truncated_weights_are_rejected(folder: Path, kept: int) -> None:
-    file = folder / "model.safetensors"
-    content = file.read_bytes()
-    file.write_bytes(content[:kept])
-    with pytest.raises(RecipeError, match="was cut off or is damaged; download it again"):
-        hf_recipe(folder)
-
-
-@pytest.mark.parametrize(
-    "header",
-    [
-        *(b"{}", b"[]", b'{"a": 1}', b'{"a": {"dtype": "F32"}}', b"[" * 5000),
-        *(b'{"a": {"dtype": "F32", "shape": [%s], "data_offsets": [0, 0]}}' % size for size in (b"true", b"-1", b"9")),
-    ],
-)
-def test_headers_that_are_not_of_safetensors(folder: Path, header: bytes) -> None:
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
-    with pytest.raises(RecipeError, match="is not a safetensors file"):
-        hf_recipe(folder)
-
-
-def test_quantized_weights_are_rejected(folder: Path) -> None:
-    write_tensors(folder / "model.safetensors", ["a"], dtype="F8_E4M3")
-    with pytest.raises(RecipeError, match="has 'a' of type F8_E4M3; give the folder of weights that are not quantized"):
+@pytest.mark.parametrize(("changes", "says"), REFUSED)
+def test_folders_that_are_rejected(folder: Path, changes: dict[str, Any], says: str) -> None:
+    for name, change in changes.items():
+        file = folder / name
+        if change is None:
+            file.unlink()
+        elif isinstance(change, int):
+            file.write_bytes(file.read_bytes()[:change])
+        elif isinstance(change, tuple):
+            write_tensors(file, change[0], dtype=change[1])
+        elif isinstance(change, dict):
+            file.write_text(json.dumps(change))
+        else:
+            file.write_bytes(change if isinstance(change, bytes) else change.encode())
+    with pytest.raises(RecipeError, match=says):
         hf_recipe(folder)
 
 
@@ -301,25 +294,10 @@ def test_weights_of_several_files(folder: Path) -> None:
     assert read.dtypes == {"a": "F32", "b": "BF16"}
 
 
-def test_weights_twice(folder: Path) -> None:
-    write_index(folder, a="one.safetensors")
-    for name in ("one.safetensors", "model.safetensors"):
-        write_tensors(folder / name, ["a"])
-    with pytest.raises(RecipeError, match=r"has weights twice: transformers reads model\.safetensors"):
-        hf_recipe(folder)
-
-
 def test_paths_of_any_character(folder: Path) -> None:
     hf_recipe(folder)
     renamed = folder.rename(folder.parent / 'a=b \U0001f600 \u00e9 "q" \\')
     assert load_recipe(folder.parent / "recipe.yaml", with_hf(None, str(renamed))).model.hf == str(renamed)
-
-
-@pytest.mark.parametrize("file", ["../one.safetensors", "/etc/passwd", "one.bin", ""])
-def test_index_that_leads_elsewhere(folder: Path, file: str) -> None:
-    write_index(folder, a=file)
-    with pytest.raises(RecipeError, match="which is no safetensors file next to it"):
-        hf_recipe(folder)
 
 
 @pytest.mark.skipif(HAS_BRIDGE, reason="Megatron-Bridge is installed")

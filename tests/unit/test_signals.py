@@ -143,25 +143,25 @@ def test_signals_are_keywords_of_a_sample():
         assert getattr(Sample([5], **{field.name: field.default}).signals, field.name) == field.default
 
 
-def test_keywords_of_a_sample_are_checked_as_its_signals():
-    with pytest.raises(SampleError, match=r"^f:1: field 'old_logprobs' has 1 entries but 'tokens' has 2"):
-        Sample([5, 6], old_logprobs=[-1.0], source="f:1")
-    with pytest.raises(SampleError, match=r"^f:1: field 'pair' needs field 'chosen'"):
-        Sample([5, 6], pair="q", source="f:1")
+OF_SIGNALS = "those of its signals are reward, group, .*teach"
+GIVEN_TWICE = r"^f:1: 'signals' and field 'advantage' are both given; set 'advantage' in"
 
 
-@pytest.mark.parametrize("same", [0.5, 0.25, None])
-def test_signals_are_given_in_one_way(same):
-    with pytest.raises(SampleError, match=r"^f:1: 'signals' and field 'advantage' are both given; set 'advantage' in"):
-        Sample([5, 6], signals=Signals(advantage=0.5), advantage=same, source="f:1")
+@pytest.mark.parametrize(
+    ("keywords", "says"),
+    [
+        ({"old_logprobs": [-1.0]}, r"^f:1: field 'old_logprobs' has 1 entries but 'tokens' has 2"),
+        ({"pair": "q"}, r"^f:1: field 'pair' needs field 'chosen'"),
+        *(({"signals": Signals(advantage=0.5), "advantage": same}, GIVEN_TWICE) for same in (0.5, 0.25, None)),
+        *(
+            ({name: [0.0, 1.0], "signals": Signals()}, rf"^Sample has no field '{name}'; {OF_SIGNALS}")
+            for name in ("advantages", "loss_masks", "is_scored")
+        ),
+    ],
+)
+def test_keywords_of_a_sample_are_checked(keywords, says):
+    with pytest.raises(TypeError if "no field" in says else SampleError, match=says):
+        Sample([5, 6], source="f:1", **keywords)
     # A sample that has signals, changed as dataclasses are, has them already.
     with pytest.raises(SampleError, match=r"'signals' and field 'reward' are both given"):
         replace(Sample([5, 6], advantage=0.5), reward=1.0)
-
-
-@pytest.mark.parametrize("name", ["advantages", "loss_masks", "is_scored"])
-def test_an_unknown_keyword_of_a_sample_is_a_type_error(name):
-    with pytest.raises(
-        TypeError, match=rf"^Sample has no field '{name}'; those of its signals are reward, group, .*teach"
-    ):
-        Sample([5, 6], **{name: [0.0, 1.0]}, signals=Signals())
