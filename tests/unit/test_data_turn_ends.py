@@ -44,43 +44,34 @@ def scored(tmp_path, answer, template, *, eos="<|e|>", **keys):
 TWO_ENDS = template_of("{{ '<|a|>' + m.content + '<|r|><|e|>' }}", opens("<|a|>"))
 
 
-@pytest.mark.parametrize("eos", ["<|e|>", "<|end|>"])
-def test_an_answer_that_two_tokens_end_is_scored_to_the_last(tmp_path, eos):
-    assert scored(tmp_path, "b", TWO_ENDS, eos=eos) == "<|u|>a<|e|><|a|>[[b<|r|><|e|>]]"
-
-
-def test_cut_answer_has_no_scored_end(tmp_path):
-    assert scored(tmp_path, "b", TWO_ENDS, finish_reason="length") == "<|u|>a<|e|><|a|>[[b]]<|r|><|e|>"
-
-
-def test_a_token_that_ends_the_conversation_is_not_the_turns(tmp_path):
-    template = template_of("{{ '<|a|>' + m.content + '<|e|>\n' }}", "{{ '' if add_generation_prompt else '<|end|>' }}")
-    opened = template + opens("<|a|>")
-    assert scored(tmp_path, "b", opened, eos="<|end|>") == "<|u|>a<|e|><|a|>[[b<|e|>]]"
-
-
+ENDED = template_of("{{ '<|a|>' + m.content + '<|e|>\n' }}", "{{ '' if add_generation_prompt else '<|end|>' }}")
 NO_BLOCK = template_of("{{ '<|a|>' + m.content + '<|e|>' }}", opens("<|a|><think>\\n"))
-
-
-def test_prompt_that_opens_thinking_without_thinking_in_the_turn(tmp_path):
-    assert scored(tmp_path, "b", NO_BLOCK) == "<|u|>a<|e|><|a|>[[b<|e|>]]"
-    assert scored(tmp_path, "<think>\nc</think>b", NO_BLOCK) == "<|u|>a<|e|><|a|><think>\n[[c</think>b<|e|>]]"
-
-
+# Nemotron's in structure: its prompt closes the block if thinking is off.
 SWITCHED = template_of(
     "{{ '<|a|><think>' + ('\n' + m.reasoning_content if m.reasoning_content else '') }}"
     "{{ '</think>' + m.content + '<|e|>' }}",
     "{%- if add_generation_prompt -%}{{ '<|a|><think>' + ('\n' if DEFAULT else '</think>') }}{%- endif -%}",
 )
+SWITCHES = [SWITCHED.replace("DEFAULT", f"enable_thinking is {default}") for default in ("not false", "true")]
+# An answer, a template, keys of the message or the tokenizer, and the text behind the question.
+MARKED = {
+    **{f"two ends, {eos}": ("b", TWO_ENDS, {"eos": eos}, "[[b<|r|><|e|>]]") for eos in ("<|e|>", "<|end|>")},
+    "cut": ("b", TWO_ENDS, {"finish_reason": "length"}, "[[b]]<|r|><|e|>"),
+    "an end of the conversation": ("b", ENDED + opens("<|a|>"), {"eos": "<|end|>"}, "[[b<|e|>]]"),
+    "an opened block": ("b", NO_BLOCK, {}, "[[b<|e|>]]"),
+    "an opened block, thought": ("<think>\nc</think>b", NO_BLOCK, {}, "<think>\n[[c</think>b<|e|>]]"),
+    **{f"thinking off, {at}": ("b", one, {}, "<think></think>[[b<|e|>]]") for at, one in enumerate(SWITCHES)},
+    **{
+        f"thinking on, {at}": ("b", one, {"reasoning_content": "c"}, "<think>\n[[c</think>b<|e|>]]")
+        for at, one in enumerate(SWITCHES)
+    },
+}
 
 
-@pytest.mark.parametrize("default", ["enable_thinking is not false", "enable_thinking is true"])
-def test_the_prompt_has_thinking_on_or_off_as_the_turn_has_it(tmp_path, default):
-    """The template is Nemotron's in structure: its prompt closes the block if thinking is off."""
-    template = SWITCHED.replace("DEFAULT", default)
-    assert scored(tmp_path, "b", template) == "<|u|>a<|e|><|a|><think></think>[[b<|e|>]]"
-    thought = scored(tmp_path, "b", template, reasoning_content="c")
-    assert thought == "<|u|>a<|e|><|a|><think>\n[[c</think>b<|e|>]]"
+@pytest.mark.parametrize("case", MARKED)
+def test_turns_are_scored_from_the_prompt_to_their_last_token(tmp_path, case):
+    answer, template, keys, text = MARKED[case]
+    assert scored(tmp_path, answer, template, **keys) == f"<|u|>a<|e|><|a|>{text}"
 
 
 CALL = "{%- for c in m.tool_calls or [] -%}{{ '<|r|>' + c.function.name + c.function.arguments }}{%- endfor -%}"

@@ -64,11 +64,14 @@ def test_sample_error_is_a_value_error():
         Sample(tokens=[])
 
 
-def test_without_a_mask_every_token_is_scored():
-    sample = Sample(tokens=[3, 1, 4])
-    assert sample.loss_mask.dtype == np.float32
-    assert sample.loss_mask.tolist() == [1, 1, 1]
-    assert len(sample) == 3
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    # Without a mask every token is scored; booleans are weights; single precision's smallest weights are kept.
+    [(None, [1.0, 1.0]), (np.array([False, True]), [0.0, 1.0]), ([-0.0, 2.0**-149], [0.0, 2.0**-149])],
+)
+def test_masks_are_weights_in_single_precision(given, kept):
+    sample = Sample(tokens=[3, 1], loss_mask=given)
+    assert (sample.loss_mask.dtype, sample.loss_mask.tolist(), len(sample)) == (np.float32, kept, 2)
 
 
 @pytest.mark.parametrize("tokens", [[0, INT32_MAX], np.array([0, INT32_MAX], dtype=np.uint64), (0, INT32_MAX)])
@@ -76,14 +79,6 @@ def test_tokens_become_int32(tokens):
     sample = Sample(tokens=tokens)
     assert sample.tokens.dtype == np.int32
     assert sample.tokens.tolist() == [0, INT32_MAX]
-
-
-def test_boolean_masks_are_weights():
-    assert Sample(tokens=[1, 2], loss_mask=np.array([False, True])).loss_mask.tolist() == [0.0, 1.0]
-
-
-def test_the_smallest_weights_of_single_precision_are_kept():
-    assert Sample(tokens=[1, 2], loss_mask=[-0.0, 2.0**-149]).loss_mask.tolist() == [0.0, 2.0**-149]
 
 
 def test_sample_copies_its_arrays():

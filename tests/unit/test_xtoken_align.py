@@ -59,24 +59,23 @@ def test_examples(student, teacher, expected):
     assert aligned(student, teacher) == two_pointers(student, teacher)
 
 
-def test_a_beginning_token_without_text_is_in_no_chunk():
-    assert aligned([None, "Hello"], ["Hello"]) == [(1, 2, 0, 1)]
-    assert aligned([None], []) == aligned([], ["a"]) == aligned([], []) == []
-
-
-def test_chunk_interrupted_by_a_special_token_is_skipped():
-    assert aligned(["a", None, "b", "c"], ["ab", "c"]) == [(3, 4, 1, 2)]
-    assert aligned(["a", None, "b"], ["a", "b"]) == [(0, 1, 0, 1), (2, 3, 1, 2)]
-
-
-def test_a_token_of_no_bytes_joins_the_chunk_behind_it():
-    assert aligned(["", "a", "b"], ["a", "b"]) == [(0, 2, 0, 1), (2, 3, 1, 2)]
-    assert aligned(["a", "", "b"], ["a", "b"]) == [(0, 1, 0, 1), (1, 3, 1, 2)]
-    assert aligned(["a", ""], ["a"]) == [(0, 1, 0, 1)]
-
-
-def test_text_that_ends_on_one_side_first_is_in_no_chunk():
-    assert aligned(["ab", "c"], ["ab", "cd"]) == [(0, 1, 0, 1)]
+@pytest.mark.parametrize(
+    ("student", "teacher", "chunks"),
+    [
+        # A beginning token without text is in no chunk.
+        ([None, "Hello"], ["Hello"], [(1, 2, 0, 1)]), ([None], [], []), ([], ["a"], []), ([], [], []),
+        # A chunk that a special token interrupts is skipped.
+        (["a", None, "b", "c"], ["ab", "c"], [(3, 4, 1, 2)]),
+        (["a", None, "b"], ["a", "b"], [(0, 1, 0, 1), (2, 3, 1, 2)]),
+        # A token of no bytes joins the chunk behind it.
+        (["", "a", "b"], ["a", "b"], [(0, 2, 0, 1), (2, 3, 1, 2)]),
+        (["a", "", "b"], ["a", "b"], [(0, 1, 0, 1), (1, 3, 1, 2)]), (["a", ""], ["a"], [(0, 1, 0, 1)]),
+        # Text that ends on one side first is in no chunk.
+        (["ab", "c"], ["ab", "cd"], [(0, 1, 0, 1)]),
+    ],
+)  # fmt: skip
+def test_tokens_without_text_and_ends(student, teacher, chunks):
+    assert aligned(student, teacher) == chunks
 
 
 def cut(random_, text):
