@@ -357,17 +357,6 @@ def test_shapes_that_do_not_fit_are_refused(shapes, says):
         tree_attention(*(torch.zeros(shape) for shape in shapes), metadata, softmax_scale=1.0)
 
 
-def test_unknown_backend_error_lists_the_backends():
-    with pytest.raises(
-        ValueError, match=r"attention backend 'flash' does not exist; choose one of .*path, .*reference"
-    ):
-        check_backend("flash")
-    metadata = metadata_of([3], [-1])
-    inputs, _ = random_inputs(3)
-    with pytest.raises(ValueError, match="'flash' does not exist"):
-        tree_attention(*inputs, metadata, softmax_scale=1.0, backend="flash")
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -375,20 +364,21 @@ def test_unknown_backend_error_lists_the_backends():
         ({"sinks": torch.zeros(4)}, "backend 'path' does not support sinks .*; backends that do: .*reference"),
         ({"window": 0}, "window=0 must be at least 1"),
         ({"sinks": torch.zeros(3)}, r"sinks \(3,\) must have one logit for each of 4 heads"),
+        ({"backend": "flash"}, r"attention backend 'flash' does not exist; choose one of .*path, .*reference"),
+        ({"dtype": torch.float32}, r"the dtypes torch.float64, torch.float32 and torch.float64: use one"),
     ],
 )
 def test_options_that_are_not_supported_are_refused(options, says):
-    metadata = metadata_of([3], [-1])
-    inputs, _ = random_inputs(3)
-    with pytest.raises(ValueError, match=says):
-        tree_attention(*inputs, metadata, softmax_scale=1.0, backend="path", **options)
-
-
-def test_one_dtype_for_all():
-    metadata = metadata_of([3], [-1])
     (query, key, value), _ = random_inputs(3)
-    with pytest.raises(ValueError, match=r"the dtypes torch.float64, torch.float32 and torch.float64: use one"):
-        tree_attention(query, key.float(), value, metadata, softmax_scale=1.0)
+    key = key.to(options.get("dtype", key.dtype))
+    given = {"backend": "path"} | {name: one for name, one in options.items() if name != "dtype"}
+    with pytest.raises(ValueError, match=says):
+        tree_attention(query, key, value, metadata_of([3], [-1]), softmax_scale=1.0, **given)
+
+
+def test_unknown_backend_error_lists_the_backends():
+    with pytest.raises(ValueError, match=r"attention backend 'flash' does not exist; choose one of .*path, .*refer"):
+        check_backend("flash")
 
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
