@@ -43,8 +43,8 @@ def main(script: str = GPT, starter: str = "mcore_prefix_tree.mcore.megatron_lm.
             print(render_help(script, rl=script == RL), end="", flush=True)
             raise SystemExit(0 if rest else USER_ERROR)
         root = use_megatron_lm(known.megatron_lm_path)
-        if script == HYBRID:
-            _check_hybrid(root)
+        if script == HYBRID and not (root / HYBRID).is_file():
+            raise ValueError(f"{root} has no {HYBRID}, which came with core_v0.18; check out core_v0.19.0")
         if folded:
             _check_kind(script, rest)
         dry_run = "--prefix-tree-dry-run" in rest
@@ -102,11 +102,6 @@ def use_megatron_lm(path: str | None) -> Path:
     assert imported is None or Path(imported).is_relative_to(root), f"{imported} was imported before {root} was named"
     sys.path.insert(0, str(root))
     return root
-
-
-def _check_hybrid(root: Path) -> None:
-    if not (root / HYBRID).is_file():
-        raise ValueError(f"{root} has no {HYBRID}, which came with core_v0.18; check out core_v0.19.0")
 
 
 def _check_kind(script: str, arguments: Sequence[str]) -> None:

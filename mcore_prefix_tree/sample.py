@@ -97,7 +97,12 @@ class Sample:
         checked_mask.flags.writeable = False
         object.__setattr__(self, "tokens", checked_tokens)
         object.__setattr__(self, "loss_mask", checked_mask)
-        _check_hashable(merge_key, source)
+        try:
+            hash(merge_key)
+        except TypeError:
+            raise SampleError(
+                f"{source}: the merge_key {str(merge_key)[:40]} cannot be hashed; give a string, a number or a tuple"
+            ) from None
         object.__setattr__(self, "merge_key", merge_key)
         if not MIN_TEMPERATURE <= self.temperature < math.inf:
             raise SampleError(
@@ -146,15 +151,6 @@ def check_samples(samples: object) -> None:
             raise TypeError(
                 f"samples[{index}] is a {type(sample).__name__}, not a Sample; give Sample(tokens=[...]) for each"
             )
-
-
-def _check_hashable(merge_key: object, source: str) -> None:
-    try:
-        hash(merge_key)
-    except TypeError:
-        raise SampleError(
-            f"{source}: the merge_key {str(merge_key)[:40]} cannot be hashed; give a string, a number or a tuple"
-        ) from None
 
 
 NO_SIGNALS = Signals()

@@ -304,8 +304,10 @@ def check_score(args: argparse.Namespace) -> None:
         raise ArgumentError("--prefix-tree-score does not take " + "; nor ".join(found))
     objective = read_objective(args)
     score.check(objective.kind, setting=f"objective.name={objective.name}", vocab_size=args.vocab_size)
+    names = ("load", "prefix_tree_score_reference", "prefix_tree_hf", "prefix_tree_tokenizer", *TOKENIZER_FILES)
+    folders = [folder for name in names if (folder := getattr(args, name, None)) is not None]
     with naming("--prefix-tree-score ", ArgumentError):
-        check_rows_output(score.output, [*args.prefix_tree_data_path, *_folders_read(args)])
+        check_rows_output(score.output, [*args.prefix_tree_data_path, *folders])
     if Path(score.output).exists():
         raise ArgumentError(f"--prefix-tree-score {score.output}: exists; name another file, or move it away")
     if args.global_batch_size is None:
@@ -317,12 +319,6 @@ def check_score(args: argparse.Namespace) -> None:
             raise ArgumentError(f"{option} {folder} holds no checkpoint; name the folder of a run that saved one")
     if args.load is None and has_scalar_head(args) and not HuggingFaceFolder.read(args.prefix_tree_hf).has_scalar_head:
         raise ArgumentError(f"--prefix-tree-hf {args.prefix_tree_hf} has no scalar head to score with; give --load")
-
-
-def _folders_read(args: argparse.Namespace) -> list[str]:
-    """Return the folders and files that a scoring job reads in addition to the data."""
-    names = ("load", "prefix_tree_score_reference", "prefix_tree_hf", "prefix_tree_tokenizer", *TOKENIZER_FILES)
-    return [given for name in names if (given := getattr(args, name, None)) is not None]
 
 
 def check_unused(arguments: Sequence[str]) -> None:

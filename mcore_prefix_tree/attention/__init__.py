@@ -2,5 +2,3 @@
 
 from mcore_prefix_tree.attention.api import BACKENDS, check_backend, tree_attention
 from mcore_prefix_tree.attention.backend_options import AttentionOptions, Case
-
-__all__ = ["BACKENDS", "AttentionOptions", "Case", "check_backend", "tree_attention"]

@@ -163,13 +163,6 @@ def _check_call(
 ) -> None:
     """Check a call with ``[P, H, D], [P, K, D], [P, K, W]``; raise ValueError as :func:`tree_attention` does."""
     check_backend(backend)
-    _check_tensors(query, key, value, metadata)
-    _check_options(options, query)
-    check_case(backend, Case.of(query, key, value, options))
-
-
-def _check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: TreeMetadata) -> None:
-    """Check the shapes ``[P, H, D], [P, K, D], [P, K, W]``, dtypes and devices of a call."""
     shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
     if not query.ndim == key.ndim == value.ndim == 3:
         raise ValueError(f"tree attention takes [tokens, heads, head_dim] tensors, not {shapes}")
@@ -179,11 +172,8 @@ def _check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
         raise ValueError(f"the heads or head dimensions of {shapes} do not fit together")
     if not query.dtype == key.dtype == value.dtype:
         raise ValueError(f"query, key and value have the dtypes {query.dtype}, {key.dtype} and {value.dtype}: use one")
-
-
-def _check_options(options: AttentionOptions, query: torch.Tensor) -> None:
-    """Check the options of a call with queries ``[P, H, D]``."""
     if options.window is not None and options.window < 1:
         raise ValueError(f"window={options.window} must be at least 1, a query itself, or None for no window")
     if options.sinks is not None and options.sinks.shape != query.shape[1:2]:
         raise ValueError(f"sinks {tuple(options.sinks.shape)} must have one logit for each of {query.shape[1]} heads")
+    check_case(backend, Case.of(query, key, value, options))

@@ -102,7 +102,9 @@ def _in_order(case: Case, shape: TreeShape, able: Sequence[str], device_name: st
     """Back-ends from the best to the last, each with the reason to take it before those behind it."""
     what = case.device.type if device_name is None else device_name
     reasons: dict[str, str] = {}
-    measured = [row for row in _measured(case, device_name) if any(name in row["seconds"] for name in able)]
+    wanted = (what, str(case.dtype).removeprefix("torch."), case.options.deterministic)
+    same = [row for row in cost_table() if (row["device"], row["dtype"], row["deterministic"]) == wanted]
+    measured = [row for row in same if any(name in row["seconds"] for name in able)]
     if measured:
         row = min(measured, key=lambda row: _distance(row, case, shape))
         seconds = sorted((row["seconds"][name], name) for name in able if name in row["seconds"])
@@ -111,13 +113,6 @@ def _in_order(case: Case, shape: TreeShape, able: Sequence[str], device_name: st
         reasons |= {name: reason for _, name in seconds if name not in reasons}
     unmeasured = f"first in order of preference; {what}, {case.dtype}: not yet measured"
     return reasons | {name: unmeasured for name in able if name not in reasons}
-
-
-def _measured(case: Case, device_name: str | None) -> list[dict[str, Any]]:
-    """The rows of the same device, dtype and mode."""
-    device, dtype = case.device.type if device_name is None else device_name, str(case.dtype).removeprefix("torch.")
-    wanted = (device, dtype, case.options.deterministic)
-    return [row for row in cost_table() if (row["device"], row["dtype"], row["deterministic"]) == wanted]
 
 
 def _distance(row: dict[str, Any], case: Case, shape: TreeShape) -> float:

@@ -144,7 +144,10 @@ def attention(
     tokens, width = metadata.num_tokens, value.shape[2]
     # The kernel takes equal widths. Zeros change neither a score nor a result, and autograd cuts them off again.
     dim = max(query.shape[2], width)
-    query, key, value = (_widened(one, dim) for one in (query, key, value))
+    missing = [dim - one.shape[2] for one in (query, key, value)]
+    query, key, value = (
+        F.pad(one, (0, more)) if more else one for one, more in zip((query, key, value), missing, strict=True)
+    )
     # The kernel would take each token of padding for a separate sequence.
     padding = _alone(query[tokens:], key[tokens:], value[tokens:], options)
     unread = min(metadata.unread, tokens)
@@ -169,12 +172,6 @@ def _alone(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options:
     wide = torch.promote_types(query.dtype, torch.float32)
     score = torch.linalg.vecdot(query.to(wide), key.repeat_interleave(group, dim=1).to(wide)) * options.softmax_scale
     return (out * torch.sigmoid(score - options.sinks.to(wide))[..., None]).to(value.dtype)
-
-
-def _widened(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return a tensor ``[..., n]`` zero-padded to ``[..., dim]``."""
-    missing = dim - tensor.shape[2]
-    return F.pad(tensor, (0, missing)) if missing else tensor
 
 
 class _CascadeAttention(torch.autograd.Function):

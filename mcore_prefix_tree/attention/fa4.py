@@ -413,13 +413,9 @@ _FAULTS: dict[str, str | None] = {}
 def import_fault(module: str) -> str | None:
     """Return why a module, even of an installed package, cannot be imported, in one line; None if it can."""
     if module not in _FAULTS:
-        _FAULTS[module] = _fault(module)
+        _FAULTS[module] = None
+        try:
+            import_module(module)
+        except Exception as error:  # from a shared library or other code that runs on import
+            _FAULTS[module] = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return _FAULTS[module]
-
-
-def _fault(module: str) -> str | None:
-    try:
-        import_module(module)
-    except Exception as error:  # from a shared library or other code that runs on import
-        return f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return None

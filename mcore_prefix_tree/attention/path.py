@@ -62,10 +62,7 @@ def _build_plan(metadata: TreeMetadata) -> _PathPlan:
         if start < end <= metadata.num_tokens
     ]
     return _PathPlan(
-        segments=segments,
-        num_tokens=metadata.num_tokens,
-        unread=metadata.unread,
-        max_path_len=metadata.max_path_len,
+        segments=segments, num_tokens=metadata.num_tokens, unread=metadata.unread, max_path_len=metadata.max_path_len
     )
 
 

@@ -45,18 +45,14 @@ def _plainer(error: UnicodeError) -> tuple[str, int]:
     return plain.encode("ascii", "replace").decode("ascii"), error.end
 
 
-def write_anything() -> None:
-    """Let standard output take any character: its encoding is the terminal's, the text is the data's."""
-    codecs.register_error("mcore_prefix_tree.plainer", _plainer)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="mcore_prefix_tree.plainer")
-
-
 class Commands(TyperGroup):
     """A group whose every command runs inside :func:`readable_errors`."""
 
     def main(self, *args: Any, **options: Any) -> Any:
-        write_anything()
+        # Standard output takes any character: its encoding is the terminal's, the text is the data's.
+        codecs.register_error("mcore_prefix_tree.plainer", _plainer)
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="mcore_prefix_tree.plainer")
         return super().main(*args, **options)
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:

@@ -119,11 +119,11 @@ class ConsoleReporter:
         self._progress.start()
 
     def verified(self, report: VerifyReport) -> None:
-        self._end_bar()
+        self.close()
         print_verified(self._console, report)
 
     def started(self, first: int, last: int) -> None:
-        self._end_bar()
+        self.close()
         if first > last:
             self.message(f"nothing to train: train_iters={last} are done")
         elif self._console.is_terminal:
@@ -165,10 +165,7 @@ class ConsoleReporter:
         self.message("nothing is saved: checkpoint.save is not set" if checkpoint is None else f"saved: {checkpoint}")
 
     def close(self) -> None:
-        """Restore the terminal, at the end of a run and after Ctrl-C."""
-        self._end_bar()
-
-    def _end_bar(self) -> None:
+        """Restore the terminal, before other output, at the end of a run and after Ctrl-C."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None

@@ -54,7 +54,10 @@ def train(
     from mcore_prefix_tree.cli.console import ConsoleReporter
 
     loaded = load_job(recipe, overrides, "train", hf=hf, outputs=[partial(check_picture, plot)])
-    _outlive_output()
+    # A job saves and goes on without its output: a terminal that sends SIGHUP takes no more lines.
+    for name in ("stdout", "stderr"):
+        if (stream := getattr(sys, name)) is not None:
+            setattr(sys, name, cast("TextIO", _Outlived(stream)))
     from mcore_prefix_tree.mcore.loop.jobs import VerificationError, run_train
     from mcore_prefix_tree.mcore.loop.session import EndedError
 
@@ -230,10 +233,3 @@ class _Outlived:
     def flush(self) -> None:
         with suppress(OSError):
             self._stream.flush()
-
-
-def _outlive_output() -> None:
-    """Let a job save and go on without its output: a terminal that sends SIGHUP takes no more lines."""
-    for name in ("stdout", "stderr"):
-        if (stream := getattr(sys, name)) is not None:
-            setattr(sys, name, cast("TextIO", _Outlived(stream)))

@@ -17,7 +17,6 @@ from mcore_prefix_tree.cli.samples import SampleOptions, Samples
 from mcore_prefix_tree.utils.errors import naming
 
 if TYPE_CHECKING:
-    from mcore_prefix_tree.layout import Padding
     from mcore_prefix_tree.plan import ForestPlan, ModelWork, PlanReport, StepsReport
     from mcore_prefix_tree.sample import Sample
 
@@ -63,7 +62,11 @@ def plan(
     samples = options.read({"batch.max_tokens": max_tokens} if over_budget == "repeat" else {})
     work = samples.work
     cost_model, unit = (CostModel(), "tokens") if work is None else (CostModel.from_work(work), "FLOPs")
-    padding = _make_padding(Padding() if recipe is None else recipe.padding, length_buckets, max_tokens)
+    padding = Padding() if recipe is None else recipe.padding
+    with naming("batch.length_buckets: " if length_buckets is None else "--length-buckets: "):
+        if length_buckets is not None:
+            padding = Padding(multiple=padding.multiple, buckets=_numbers(length_buckets))
+        padding.check_holds(max_tokens)
     bubble = 0.0 if recipe is None else recipe.parallel.bubble
     objective = options.objective
 
@@ -110,16 +113,6 @@ def plan(
         typer.echo(json.dumps({"samples": len(samples.all), **left_out, **asdict(report), **more}))
     else:
         _print(report, steps, samples, unit, max_tokens, [] if work is None else _states_rows(report, work))
-
-
-def _make_padding(padding: Padding, length_buckets: str | None, max_tokens: int) -> Padding:
-    from mcore_prefix_tree.layout import Padding
-
-    with naming("batch.length_buckets: " if length_buckets is None else "--length-buckets: "):
-        if length_buckets is not None:
-            padding = Padding(multiple=padding.multiple, buckets=_numbers(length_buckets))
-        padding.check_holds(max_tokens)
-    return padding
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -76,13 +76,11 @@ def _gpu_type_name(original: Callable[..., Any]) -> Callable[..., Any]:
 def _sizes_as_lists(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``all_to_all_single`` so that sizes given as tensors arrive as lists."""
 
-    def as_list(sizes: Any) -> Any:
-        return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
-
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         sizes = ("output_split_sizes", "input_split_sizes")
-        return original(*args, **{key: as_list(value) if key in sizes else value for key, value in kwargs.items()})
+        lists = {key: kwargs[key].tolist() for key in sizes if isinstance(kwargs.get(key), torch.Tensor)}
+        return original(*args, **kwargs | lists)
 
     return wrapper
 

@@ -14,22 +14,3 @@ from mcore_prefix_tree.logprob.head_losses import (
 )
 from mcore_prefix_tree.logprob.restore import restore
 from mcore_prefix_tree.logprob.top_k import top_logprobs
-
-__all__ = [
-    "BlockLoss",
-    "Chunks",
-    "EdgeLoss",
-    "Edges",
-    "Head",
-    "LogitLoss",
-    "edge_logprobs",
-    "head_block_losses",
-    "head_edge_loss",
-    "head_logit_losses",
-    "head_logprobs",
-    "head_weighted_hits",
-    "head_weighted_sum",
-    "restore",
-    "split_kept",
-    "top_logprobs",
-]

@@ -176,11 +176,6 @@ class Edges:
         """Return the edges that ``row[rows]`` predict."""
         return slice(int(self.first_edge[rows.start]), int(self.first_edge[rows.stop]))
 
-    def of_flat(self, flat: slice) -> slice:
-        """Return the edges whose predictors have these flat indices."""
-        start, stop = np.searchsorted(self.host_row, (flat.start, flat.stop))
-        return self.of_rows(slice(start, stop))
-
     def column(self, vocab_start: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return whether each edge's token is in this rank's part of the vocabulary, and its column, clamped if not."""
         column = self.token_id - vocab_start
@@ -297,7 +292,7 @@ class _EdgeLogprobs(torch.autograd.Function):
             at_target = torch.where(here, grad_logprob, 0)
         grad = None if ctx.in_place else torch.empty_like(logits)
         for rows in row_blocks(logits):
-            owned = edges.of_flat(rows)
+            owned = edges.of_rows(slice(*np.searchsorted(edges.host_row, (rows.start, rows.stop))))
             of_edges = None
             if at_target is not None:
                 row = edges.predictor[owned] - rows.start

@@ -12,29 +12,3 @@ from mcore_prefix_tree.objectives.registry import OBJECTIVES, make_objective, op
 from mcore_prefix_tree.objectives.scalar_head import Critic, RewardModel
 from mcore_prefix_tree.objectives.scored_rows import LossRows, Rows, Targets
 from mcore_prefix_tree.objectives.sft import SupervisedFineTuning, sft_loss
-
-__all__ = [
-    "KTO",
-    "OBJECTIVES",
-    "BoundCrossTokenizer",
-    "ChunkRows",
-    "Critic",
-    "CrossTokenizer",
-    "Distillation",
-    "LossOutput",
-    "LossRows",
-    "Objective",
-    "PolicyGradient",
-    "Preference",
-    "RewardModel",
-    "Rows",
-    "SupervisedFineTuning",
-    "Targets",
-    "TeacherRows",
-    "TeacherSide",
-    "TokenObjective",
-    "add_means",
-    "make_objective",
-    "option_faults",
-    "sft_loss",
-]

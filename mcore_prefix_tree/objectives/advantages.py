@@ -198,12 +198,7 @@ class Rewards:
 
 
 def reward_advantages(
-    scored: ScoredTokens,
-    rewards: Rewards,
-    estimator: AdvantageEstimator,
-    *,
-    eps: float,
-    alone: Alone = "error",
+    scored: ScoredTokens, rewards: Rewards, estimator: AdvantageEstimator, *, eps: float, alone: Alone = "error"
 ) -> Float64Array:
     """Return the advantage of every scored token from the rewards of its rollout, float64 ``[K]``.
 

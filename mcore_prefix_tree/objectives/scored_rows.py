@@ -132,7 +132,11 @@ class Targets:
         pairs, num_units = self._local_pairs(chosen), len(chosen)
         on_device = partial(upload, device=device)
         sample = unit = on_device(local)
-        read_by = _pair_of_sample(pairs, len(chosen))[local] if len(pairs) else None
+        read_by = None
+        if len(pairs):
+            pair = np.arange(len(chosen))  # of each sample
+            pair[pairs[:, 1]] = pairs[:, 0]
+            read_by = pair[local]
         if self.unit is not None:
             found, read_by = np.unique(self._whole(self.unit[entries]), return_inverse=True)
             unit, num_units = on_device(read_by), len(found)
@@ -218,10 +222,3 @@ def _predictors(layout: FlatLayout) -> Int64Array:
     """Return the place of the prediction at each place, int64 ``[P + M]``: a kept edge's is its own."""
     of_token = layout.edge_predictor
     return np.append(of_token, np.arange(len(of_token), layout.num_places))
-
-
-def _pair_of_sample(pairs: Int64Array, samples: int) -> Int64Array:
-    """Return int64 ``[S]``, the pair that each sample of a micro-batch belongs to."""
-    pair = np.arange(samples)
-    pair[pairs[:, 1]] = pairs[:, 0]
-    return pair

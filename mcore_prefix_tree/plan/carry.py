@@ -190,11 +190,7 @@ def make_chunks(position: Int64Array, borders: Sequence[int]) -> tuple[TreePart,
     least = [int(position[start : end + 1].min()) for start, end in ranges]
     return tuple(
         TreePart(
-            start,
-            end,
-            0 if end == len(position) else int(position[end]) - low,
-            int(position[start]),
-            states=states,
+            start, end, 0 if end == len(position) else int(position[end]) - low, int(position[start]), states=states
         )
         for (start, end), low, states in zip(ranges, least, _count_states(position, ranges, least), strict=True)
     )

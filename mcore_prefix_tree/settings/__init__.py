@@ -18,22 +18,3 @@ from mcore_prefix_tree.settings.sections import (
     Recipe,
     RecipeError,
 )
-
-__all__ = [
-    "BatchConfig",
-    "CheckpointConfig",
-    "DataConfig",
-    "Dtype",
-    "LogConfig",
-    "LoraConfig",
-    "ModelConfig",
-    "ObjectiveConfig",
-    "OptimizerConfig",
-    "ParallelConfig",
-    "Recipe",
-    "RecipeError",
-    "ValidationConfig",
-    "VerifyConfig",
-    "YarnConfig",
-    "load_recipe",
-]

@@ -204,7 +204,10 @@ def with_folder(content: dict[Any, Any], model: dict[Any, Any], path: str) -> tu
     folder = HuggingFaceFolder.read(path)
     faults: list[str] = []
     if folder.sizes.keys() | _OF_CHECKPOINTS <= model.keys():
-        model, faults = _as_given(model, folder)
+        # A checkpoint's recipe, which is written with all defaults.
+        other = {key: size for key, size in folder.sizes.items() if model[key] != size}
+        faults = [f"model.{key}={model[key]}, but {folder.path / CONFIG} has {size}" for key, size in other.items()]
+        model = _split({key: value for key, value in model.items() if key in _OF_RECIPE})[0]
     kept, decided = _split(model)
     faults += [f"model.{key} is set, but model.hf={path} decides it; set only one of them" for key in decided]
     filled, data = {**content, "model": kept | folder.sizes}, content.get("data")
@@ -230,13 +233,6 @@ def _is_of_run(key: str) -> bool:
     if key in ("transformer.mtp_num_layers", "transformer.mtp_detach_heads"):  # whether and how to train depths
         return True
     return SAME_FUNCTION.fullmatch(key) is not None and key != "max_position_embeddings"  # a limit of positions
-
-
-def _as_given(model: Mapping[str, Any], folder: HuggingFaceFolder) -> tuple[dict[str, Any], list[str]]:
-    """Return the keys of a checkpoint's recipe that its folder did not decide, and those that contradict the folder."""
-    other = {key: size for key, size in folder.sizes.items() if model[key] != size}
-    faults = [f"model.{key}={model[key]}, but {folder.path / CONFIG} has {size}" for key, size in other.items()]
-    return _split({key: value for key, value in model.items() if key in _OF_RECIPE})[0], faults
 
 
 def _check_tokenizer(folder: HuggingFaceFolder, path: str) -> None:

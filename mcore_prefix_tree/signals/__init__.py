@@ -24,18 +24,6 @@ from mcore_prefix_tree.signals.routed_experts import (
     to_integers,
 )
 
-__all__ = [
-    "PER_TOKEN",
-    "GroupedBy",
-    "RoutedExperts",
-    "SampleError",
-    "SamplingMask",
-    "Signals",
-    "Teacher",
-    "check_signals",
-    "check_turn",
-]
-
 FloatArray = npt.NDArray[np.float32] | npt.NDArray[np.float64]
 Numbers = Sequence[float] | npt.NDArray[np.floating]
 
@@ -110,10 +98,7 @@ class SamplingMask:
         """Return the mask of a list of ids for each token; None or an empty list is the whole vocabulary."""
         sets = [np.asarray(() if row is None else row) for row in rows]
         ids = [one for one in sets if one.size] or [np.empty(0, dtype=np.int32)]
-        return cls(
-            token_ids=np.concatenate(ids),
-            offsets=np.cumsum([0, *(one.size for one in sets)], dtype=np.int64),
-        )
+        return cls(token_ids=np.concatenate(ids), offsets=np.cumsum([0, *(one.size for one in sets)], dtype=np.int64))
 
     @property
     def sizes(self) -> npt.NDArray[np.int64]:
@@ -366,11 +351,7 @@ def _own_tokens(teacher: Teacher, source: str) -> dict[str, Any]:
     if not isinstance(teacher.tokenizer, str):
         raise SampleError(f"{source}: field 'teacher.tokenizer' must be the hash of the tokenizer of 'teacher.tokens'")
     _check_not_probabilities(realised, "teacher.realised", np.isfinite(realised), source)
-    return {
-        "tokens": freeze(tokens.astype(np.int32)),
-        "realised": freeze(realised),
-        "tokenizer": teacher.tokenizer,
-    }
+    return {"tokens": freeze(tokens.astype(np.int32)), "realised": freeze(realised), "tokenizer": teacher.tokenizer}
 
 
 def _log_probabilities(value: object, name: str, source: str, *, double: bool) -> FloatArray:

@@ -9,13 +9,3 @@ from mcore_prefix_tree.trie.trie import (
     sort_samples,
     trie_from_order,
 )
-
-__all__ = [
-    "SHARE_ALL",
-    "Sharing",
-    "Trie",
-    "build_trie",
-    "common_prefix_length",
-    "sort_samples",
-    "trie_from_order",
-]

@@ -130,10 +130,7 @@ def _common_route_length(routes: Routes, left: int, right: int, length: int, lef
 
 
 def _sorted_runs(
-    samples: Sequence[Sample],
-    shareable: Sequence[npt.NDArray[np.int32]],
-    compared: Routes | None,
-    tied: Routes | None,
+    samples: Sequence[Sample], shareable: Sequence[npt.NDArray[np.int32]], compared: Routes | None, tied: Routes | None
 ) -> list[list[int]]:
     """Return the samples of each ``merge_key``; the order depends only on their content, int32 ``[n]`` each."""
     # Big-endian bytes compare like the integers they hold, so the sort is memcmp on full samples. Unshared tokens, and

@@ -19,7 +19,8 @@ class PeakMemory:
 
     def __init__(self, device: torch.device) -> None:
         gc.collect()
-        _give_back_free_heap()
+        # glibc returns memory that earlier work freed, which would otherwise hide the next peak.
+        getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
         self._device = device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -43,13 +44,6 @@ def available_bytes(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0] + unused
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by torchrun
     return int(psutil.virtual_memory().available) // ranks_here
-
-
-def _give_back_free_heap() -> None:
-    """Let glibc return memory that earlier work freed, which would otherwise hide the next peak."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _status_bytes(key: str) -> int:

@@ -32,10 +32,7 @@ NOTHING = Alignment(student=np.empty((0, 2), dtype=np.int64), teacher=np.empty((
 
 
 def align_ends(
-    student_ends: Int64Array,
-    teacher_ends: Int64Array,
-    student_has_text: BoolArray,
-    teacher_has_text: BoolArray,
+    student_ends: Int64Array, teacher_ends: Int64Array, student_has_text: BoolArray, teacher_has_text: BoolArray
 ) -> Alignment:
     """Align two sequences by the ends of their tokens in one common text.
 

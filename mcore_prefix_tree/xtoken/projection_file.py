@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from mcore_prefix_tree.data.write import whole_file
 from mcore_prefix_tree.utils.inputs import damage_as
@@ -32,11 +31,7 @@ def is_torch_file(path: str | Path) -> bool:
 
 
 def write_projection(
-    path: str | Path,
-    projection: Projection,
-    *,
-    student_name: str = "",
-    teacher_name: str = "",
+    path: str | Path, projection: Projection, *, student_name: str = "", teacher_name: str = ""
 ) -> None:
     """Write a projection; the file appears complete or not at all, and has the same bytes each time.
 
@@ -46,16 +41,18 @@ def write_projection(
     if is_torch_file(path):
         content = _torch_bytes(projection, student_name, teacher_name)
     else:
-        content = _safetensors_bytes(
-            {"columns": projection.columns, "weights": projection.weights},
-            {
-                "format": _FORMAT,
-                "student_hash": projection.student_hash,
-                "teacher_hash": projection.teacher_hash,
-                "student": student_name,
-                "teacher": teacher_name,
-            },
-        )
+        from safetensors.numpy import save
+
+        about = {
+            "format": _FORMAT,
+            "student_hash": projection.student_hash,
+            "teacher_hash": projection.teacher_hash,
+            "student": student_name,
+            "teacher": teacher_name,
+        }
+        # One entry of metadata, because their order is not fixed.
+        metadata = {_KEY: json.dumps(about, sort_keys=True)}
+        content = save({"columns": projection.columns, "weights": projection.weights}, metadata=metadata)
     with whole_file(path) as unfinished:
         unfinished.write_bytes(content)
 
@@ -101,25 +98,12 @@ def _check(path: str | Path, projection: Projection, student: TokenBytes, teache
         )
 
 
-def _safetensors_bytes(arrays: dict[str, npt.NDArray[Any]], about: dict[str, Any]) -> bytes:
-    from safetensors.numpy import save
-
-    # One entry of metadata, because their order is not fixed.
-    content: bytes = save(arrays, metadata={_KEY: json.dumps(about, sort_keys=True)})
-    return content
-
-
-def _read_arrays(path: str | Path) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any]]:
-    """Return the arrays of a safetensors file, and its metadata."""
+def _read_safetensors(path: str | Path, student: TokenBytes, teacher: TokenBytes, scale_column: bool) -> Projection:
     from safetensors import safe_open
 
     with damage_as(f"{path}: {_DAMAGED}"), safe_open(str(path), framework="numpy") as file:
         about = dict(json.loads((file.metadata() or {}).get(_KEY, "{}")))
-        return {name: file.get_tensor(name) for name in file.keys()}, about  # noqa: SIM118  # not a mapping
-
-
-def _read_safetensors(path: str | Path, student: TokenBytes, teacher: TokenBytes, scale_column: bool) -> Projection:
-    arrays, about = _read_arrays(path)
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
     columns, weights = arrays.get("columns"), arrays.get("weights")
     known = {"format", "student_hash", "teacher_hash"} <= about.keys()
     if not known or about["format"] != _FORMAT or columns is None or weights is None:

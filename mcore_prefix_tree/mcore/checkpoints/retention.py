@@ -58,7 +58,9 @@ def remove_older(folder: str | Path, iteration: int, *, keep: int, say: Callable
     """
     try:
         found = {int(name[1]): path for path in Path(folder).iterdir() if (name := _NAME.fullmatch(path.name))}
-        own = {number: path for number, path in found.items() if _is_checkpoint(path)}
+        # Of Megatron's distributed format: what it wrote, or began to.
+        folders = {number: path for number, path in found.items() if path.is_dir() and not path.is_symlink()}
+        own = {number: one for number, one in folders.items() if (one / _LAST).exists() or any(one.glob(_FIRST))}
         whole = sorted(number for number, path in own.items() if number <= iteration and (path / _LAST).exists())
     except OSError as error:
         say(f"checkpoint.keep_last={keep}: {folder} cannot be read ({error.strerror}); all in it stays")
@@ -72,9 +74,3 @@ def remove_older(folder: str | Path, iteration: int, *, keep: int, say: Callable
                 shutil.rmtree(path)
             except OSError as error:
                 say(f"checkpoint.keep_last={keep}: {path} could not be removed ({error.strerror}); remove it by hand")
-
-
-def _is_checkpoint(path: Path) -> bool:
-    """Return whether Megatron's distributed format wrote it, or began to."""
-    is_folder = path.is_dir() and not path.is_symlink()
-    return is_folder and ((path / _LAST).exists() or any(path.glob(_FIRST)))

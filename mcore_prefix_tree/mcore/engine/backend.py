@@ -21,17 +21,6 @@ from mcore_prefix_tree.sample import Sample
 logger = logging.getLogger(__name__)
 
 
-def head_dims(config: Any) -> tuple[int, int]:
-    """Return the head dims of queries and keys, and of values, under this ``TransformerConfig``.
-
-    They are the largest if layers differ: those of Gemma 4 without a window, in Megatron-Bridge's providers.
-    """
-    if config.multi_latent_attention:
-        return config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
-    largest = max(config.kv_channels, *(getattr(config, name, 0) for name in ("global_head_dim", "global_kv_channels")))
-    return largest, largest
-
-
 def attention_case(config: Any, *, device: torch.device, deterministic: bool = False) -> Case:
     """Return the attention calls of a model's layers on one tensor-parallel rank, from a ``TransformerConfig``.
 
@@ -40,7 +29,9 @@ def attention_case(config: Any, *, device: torch.device, deterministic: bool = F
     heads = config.num_attention_heads // config.tensor_model_parallel_size
     latent = config.multi_latent_attention  # each head has its own keys and values
     groups = config.num_attention_heads if latent else config.num_query_groups or config.num_attention_heads
-    head_dim, value_dim = head_dims(config)
+    # The largest if layers differ: those of Gemma 4 without a window, in Megatron-Bridge's providers.
+    others = (getattr(config, name, 0) for name in ("global_head_dim", "global_kv_channels"))
+    head_dim = config.qk_head_dim + config.qk_pos_emb_head_dim if latent else max(config.kv_channels, *others)
     return Case(
         device=device,
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
@@ -48,7 +39,7 @@ def attention_case(config: Any, *, device: torch.device, deterministic: bool = F
         heads=heads,
         kv_heads=max(1, groups // config.tensor_model_parallel_size),
         head_dim=head_dim,
-        value_dim=value_dim,
+        value_dim=config.v_head_dim if latent else head_dim,
         needs_grad=True,
         options=AttentionOptions(
             softmax_scale=config.softmax_scale or head_dim**-0.5,
@@ -100,12 +91,6 @@ def resolve_backend(
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     # If a kernel is wrong on one machine only, its ranks stop at their first call of it: no two choose differently.
     choice: Choice = all_ranks().gather(choose(case, shape, device_name=name))[0]
-    say(f"attention backend {choice.backend}: {choice.reason}{_describe_order(case)}")
+    of_gpu = "; deterministic" if case.options.deterministic else "; its gradients may add up in any order"
+    say(f"attention backend {choice.backend}: {choice.reason}{'' if device.type == 'cpu' else of_gpu}")
     return choice.backend
-
-
-def _describe_order(case: Case) -> str:
-    """Return for a log whether a GPU adds up gradients in a fixed order, as a CPU always does."""
-    if case.device.type == "cpu":
-        return ""
-    return "; deterministic" if case.options.deterministic else "; its gradients may add up in any order"

@@ -19,7 +19,7 @@ from mcore_prefix_tree.plan import Carrying, ForestPlan, TreePart
 from mcore_prefix_tree.plan.carry import make_chunks
 from mcore_prefix_tree.plan.flops import ModelWork
 from mcore_prefix_tree.sample import Sample
-from mcore_prefix_tree.trie import Sharing, Trie, sort_samples, trie_from_order
+from mcore_prefix_tree.trie import sort_samples, trie_from_order
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -113,19 +113,16 @@ class _Tree:
 
 def _fold_tree(samples: Sequence[Sample], runs: Sequence[TreePart], folding: Folding, *, trains: bool) -> _Tree:
     """Fold a tree's samples, in depth-first order, to be run in parts."""
-    layout = fold(samples, trie=_trie_as_planned(samples, folding.sharing), depths=folding.depths)
+    # In the order of the plan's trees: some of a step's can have another order by themselves.
+    order, shared = sort_samples(samples, folding.sharing)
+    trees = np.split(np.arange(len(order)), np.flatnonzero(shared == 0)[1:])
+    places = np.concatenate(sorted(trees, key=lambda tree: int(order[tree].min())))
+    lengths = np.fromiter(map(len, samples), dtype=np.int64, count=len(samples))
+    trie = trie_from_order(order[places], shared[places], lengths[order[places]])
+    layout = fold(samples, trie=trie, depths=folding.depths)
     parts = LayoutInParts.of(layout, runs, trains=trains, windows=_windows(folding))
     return _Tree(parts=parts, supervised=count_supervised(samples, layout), folding=folding)
 
 
 def _windows(folding: Folding) -> list[int | None]:
     return [case.options.window for case in folding.attention_cases]
-
-
-def _trie_as_planned(samples: Sequence[Sample], sharing: Sharing) -> Trie:
-    """Return the trie of a plan's trees: some of a step's can have another order by themselves."""
-    order, shared = sort_samples(samples, sharing)
-    trees = np.split(np.arange(len(order)), np.flatnonzero(shared == 0)[1:])
-    places = np.concatenate(sorted(trees, key=lambda tree: int(order[tree].min())))
-    lengths = np.fromiter(map(len, samples), dtype=np.int64, count=len(samples))
-    return trie_from_order(order[places], shared[places], lengths[order[places]])

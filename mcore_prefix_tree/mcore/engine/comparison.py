@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -202,7 +202,9 @@ def compare(
         for name in names[:: -1 if number % 2 else 1]:
             rounds[name].append(timed(name))
         if number == 0:
-            names = _worth_repeating(names, {name: sum(found[0][0]) for name, found in rounds.items()})
+            seconds = {name: sum(found[0][0]) for name, found in rounds.items()}
+            fastest = min(seconds[name] for name in names if name != "folded")
+            names = [name for name in names if name == "folded" or seconds[name] <= _FAR_SLOWER * fastest]
             total = done + (repeats - 1) * len(names)
     measured = {
         name: Measurement(
@@ -269,11 +271,6 @@ def _ways(samples: Sequence[Sample], job: Job) -> tuple[dict[str, _Way], str | N
             step=partial(stock_forward_step, stand_in=make_stand_in(job)),
         )
     return ways, stock_missing
-
-
-def _worth_repeating(names: Sequence[str], seconds: Mapping[str, float]) -> list[str]:
-    fastest = min(seconds[name] for name in names if name != "folded")
-    return [name for name in names if name == "folded" or seconds[name] <= _FAR_SLOWER * fastest]
 
 
 def over_ranks(counts: Counts, job: Job) -> Counts:

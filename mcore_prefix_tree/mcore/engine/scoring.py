@@ -144,12 +144,7 @@ def on_main_rank_only(value: T) -> list[T] | None:
 
 
 def score(
-    chunks: Sequence[Any],
-    samples: Sequence[Sample],
-    folding: Folding,
-    readout: Scorer[S],
-    *,
-    all_tokens: bool = False,
+    chunks: Sequence[Any], samples: Sequence[Sample], folding: Folding, readout: Scorer[S], *, all_tokens: bool = False
 ) -> list[S]:
     """Call :meth:`ScoringStep.plan` and :meth:`ScoringStep.score`; arguments and errors are theirs."""
     return ScoringStep.plan(samples, folding, all_tokens=all_tokens).score(chunks, readout)

@@ -90,9 +90,6 @@ class Marks:
         if tensor.requires_grad:
             tensor.register_hook(lambda _: self.begin(part))
 
-    def model_begins(self, *_: object) -> None:
-        self.begin("body")
-
     def attention_begins(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.begin("attention")
         for tensor in _tensors((*args, *kwargs.values())):
@@ -120,7 +117,7 @@ def marked(chunks: Sequence[torch.nn.Module], config: Any) -> Iterator[Marks]:
 
     with ExitStack() as until_the_end:
         for chunk in chunks:
-            until_the_end.callback(chunk.register_forward_pre_hook(hooks.model_begins).remove)
+            until_the_end.callback(chunk.register_forward_pre_hook(lambda *_: hooks.begin("body")).remove)
             for name, module in chunk.named_modules():
                 kind = name.rpartition(".")[2]
                 begins = {"core_attention": hooks.attention_begins, "output_layer": hooks.head_begins}.get(kind)

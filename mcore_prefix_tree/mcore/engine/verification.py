@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,8 @@ LEAST = {torch.bfloat16: 0.0, torch.float32: 1e-6, torch.float64: 1e-12}
 # Upstream's delta rule computes in fp32 for any dtype, the reference's too. The gradients of its decays are the rest of
 # sums that are thousands of times larger, so their rounding is measured against a share of all gradients.
 OF_STATES, SMALL = 1e-4, 1e-3
+
+Begun = Callable[[], None]  # called when a micro-batch of this rank begins
 
 
 class CannotVerifyError(ValueError):
@@ -167,7 +170,12 @@ def _verified(
     job, samples = plain(job, samples)
     step = fold_step(samples, job)
     alone = plan_unfolded(samples, job)
-    begun = _Begun(progress, len(step.micro_batches) + (1 if companion is None else 2) * len(alone.micro_batches))
+    total, number = len(step.micro_batches) + (1 if companion is None else 2) * len(alone.micro_batches), count(1)
+
+    def begun() -> None:
+        if progress is not None:
+            progress(next(number), total)
+
     rows = _repeated(partial(make_stand_in(job).folded_rows, chunks, samples, job))
     folded = replace(_run_folded(chunks, step, job, begun), rows=dict(enumerate(rows)))
     unfolded = _run_unfolded(chunks, alone, samples, job, begun)
@@ -185,7 +193,7 @@ def _verified(
             }
         else:
             reference, rounding = other, measure_rounding(unfolded, other, samples, least=least)
-    errors, worst, count = compare_outcomes(folded, reference, least=least)
+    errors, worst, parameters = compare_outcomes(folded, reference, least=least)
     return VerifyReport(
         **errors,
         worst_parameter=worst,
@@ -195,22 +203,10 @@ def _verified(
         samples=len(samples),
         logical_tokens=step.logical_tokens,
         physical_tokens=step.physical_tokens,
-        parameters=count,
+        parameters=parameters,
         dtype=_name(dtype) + (" with FP8" if job.config.fp8 else ""),
         left_out="global_aux_loss" if compares_samples(job.config) else None,
     )
-
-
-class _Begun:
-    """Counter of the micro-batches that this rank's runs have begun."""
-
-    def __init__(self, told: Callable[[int, int], None] | None, total: int) -> None:
-        self._told, self._total, self._begun = told, total, 0
-
-    def one(self) -> None:
-        self._begun += 1
-        if self._told is not None:
-            self._told(self._begun, self._total)
 
 
 def _name(dtype: torch.dtype | None) -> str:
@@ -236,7 +232,7 @@ def _least_limit(config: Any, *, recurs: bool) -> float:
     return 1e-5 if dtype is torch.float64 and fp32_inside else LEAST[dtype]
 
 
-def _run_folded(chunks: Sequence[torch.nn.Module], step: FoldedStep, job: Job, begun: _Begun) -> Outcome:
+def _run_folded(chunks: Sequence[torch.nn.Module], step: FoldedStep, job: Job, begun: Begun) -> Outcome:
     """Return the loss and the gradients of the same step that training takes."""
 
     def loss(batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, list[Rows]]:
@@ -262,7 +258,7 @@ def _repeated(run: Callable[[], list[Rows]]) -> list[Rows]:
 
 
 def _run_unfolded(
-    chunks: Sequence[torch.nn.Module], step: UnfoldedStep, samples: Sequence[Sample], job: Job, begun: _Begun
+    chunks: Sequence[torch.nn.Module], step: UnfoldedStep, samples: Sequence[Sample], job: Job, begun: Begun
 ) -> Outcome:
     score = make_stand_in(job).stock_rows
     ratio = sum(map(len, samples)) / sum(np.count_nonzero(sample.loss_mask[1:]) for sample in samples)
@@ -286,7 +282,7 @@ def _run(
     score: Callable[[Any, torch.Tensor], tuple[torch.Tensor, list[Rows]]],
     divide: Callable[[Any, torch.Tensor], tuple[torch.Tensor, torch.Tensor | int]],
     job: Job,
-    begun: _Begun,
+    begun: Begun,
 ) -> Outcome:
     """Run forward and backward of micro-batches; ``forward`` returns ``[1, P, ...]`` or ``[1, n, ...]``."""
     rows: dict[int, Rows] = {}
@@ -296,7 +292,7 @@ def _run(
     def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         batch = next(data_iterator)
         if model is chunks[0]:  # of chunks of a virtual pipeline, each has a turn
-            begun.one()
+            begun()
 
         def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
             """Return the loss of the output ``[1, P, ...]``, or ``[1, n, ...]`` for one sample."""

@@ -22,6 +22,7 @@ from mcore_prefix_tree.mcore.loop.export_folder import export_model, make_parent
 from mcore_prefix_tree.mcore.loop.resolve_recipe import Data, Resolved, read_data, resolve
 from mcore_prefix_tree.mcore.loop.session import EndRequest, session
 from mcore_prefix_tree.mcore.loop.trainer import Reporter, Trainer
+from mcore_prefix_tree.mcore.models.lora import load_frozen
 from mcore_prefix_tree.mcore.ranks import everyone, is_main_rank, on_main_rank
 from mcore_prefix_tree.mcore.teachers.load_teachers import HookLoader
 from mcore_prefix_tree.objectives import Objective
@@ -108,7 +109,9 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
             checkpoint.make_folder(recipe.checkpoint.save)
             until_the_end.enter_context(exclusive_save(recipe.checkpoint.save))
         run = resolve(joined, objective, data, say=reporter.message)
-        chunks = run.model_to_fill() if saved is not None else run.starting_model(say)
+        chunks = run.starting_model(say) if saved is None else run.new_model()
+        if saved is not None:
+            load_frozen(recipe.model, chunks)
         loader = HookLoader(
             student=recipe,
             job=run.job,

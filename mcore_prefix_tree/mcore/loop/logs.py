@@ -44,10 +44,7 @@ class Logs:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self._logs: list[_Log] = []
-
-    def add(self, log: _Log) -> None:
-        self._logs.append(log)
+        self.places: list[_Log] = []
 
     def step(self, report: StepReport) -> None:
         self._write(lambda log: log.step(report))
@@ -56,7 +53,7 @@ class Logs:
         self._write(lambda log: log.evaluation(evaluation))
 
     def _write(self, to: Callable[[_Log], None]) -> None:
-        self._logs = [log for log in self._logs if self._is_written(log, to)]
+        self.places = [log for log in self.places if self._is_written(log, to)]
 
     def _is_written(self, log: _Log, to: Callable[[_Log], None]) -> bool:
         try:
@@ -92,15 +89,15 @@ def open_logs(
             if config.metrics is not None:
                 file = _MetricsFile(config.metrics, done, say)
                 stack.callback(file.close)
-                logs.add(file)
+                logs.places.append(file)
             if config.tensorboard is not None:
                 board = _Board(config.tensorboard, done)
                 stack.callback(board.close)
-                logs.add(board)
+                logs.places.append(board)
             if config.wandb is not None:
                 run = _Wandb(config.wandb, done, say, folder=folder, settings=settings or {})
                 stack.push(lambda kind, *_: run.close(failed=kind is not None))
-                logs.add(run)
+                logs.places.append(run)
 
         if config.tensorboard is not None:
             stack.callback(setattr, threading, "excepthook", threading.excepthook)

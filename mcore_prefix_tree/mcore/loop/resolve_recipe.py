@@ -23,7 +23,7 @@ from mcore_prefix_tree.mcore.engine.verification import CannotVerifyError, Verif
 from mcore_prefix_tree.mcore.loop.session import Session
 from mcore_prefix_tree.mcore.models.build_gpt import build_chunks, transformer_config
 from mcore_prefix_tree.mcore.models.config_fields import DTYPES
-from mcore_prefix_tree.mcore.models.lora import load_frozen, load_start
+from mcore_prefix_tree.mcore.models.lora import load_start
 from mcore_prefix_tree.mcore.ranks import all_ranks, is_main_rank
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.plan import ModelWork
@@ -124,12 +124,6 @@ class Resolved:
             scalar_head=self.job.objective.has_scalar_head,
             fused_head=self.job.fused_head,
         )
-
-    def model_to_fill(self) -> list[torch.nn.Module]:
-        """Return the model to read a checkpoint into; it has the weights that the checkpoint of an adapter lacks."""
-        chunks = self.new_model()
-        load_frozen(self.recipe.model, chunks)
-        return chunks
 
     def starting_model(self, say: Callable[[str], None]) -> list[torch.nn.Module]:
         """Return the model with the weights that training begins with; ``say`` receives which ones these are."""

@@ -195,7 +195,8 @@ class Trainer:
         if not ended_by and self._is_time_to_evaluate(report.iteration):
             self._evaluate(report.iteration, log, reporter)
             ended_by = end_request.agreed(self._job.folding.device)
-        if self._is_time_to_save(report.iteration) or (ended_by and self._recipe.checkpoint.save is not None):
+        options = self._recipe.checkpoint
+        if options.save is not None and (ended_by or self._is_due(report.iteration, options.save_interval)):
             self._save(report.iteration, reporter)
             ended_by = ended_by or end_request.agreed(self._job.folding.device)
         if ended_by:
@@ -301,16 +302,11 @@ class Trainer:
             return f"{ended}; nothing is saved, because checkpoint.save is not set"
         return f"{ended}, which is saved in {checkpoint.iteration_folder(folder, iteration)}; continue with --resume"
 
-    def _is_time_to_save(self, iteration: int) -> bool:
-        options = self._recipe.checkpoint
-        return options.save is not None and (
-            iteration % options.save_interval == 0 or iteration == self._recipe.train_iters
-        )
-
     def _is_time_to_evaluate(self, iteration: int) -> bool:
-        return self._held_out is not None and (
-            iteration % self._recipe.validation.eval_interval == 0 or iteration == self._recipe.train_iters
-        )
+        return self._held_out is not None and self._is_due(iteration, self._recipe.validation.eval_interval)
+
+    def _is_due(self, iteration: int, interval: int) -> bool:
+        return iteration % interval == 0 or iteration == self._recipe.train_iters
 
     def step(self, iteration: int, samples: list[Sample]) -> StepReport:
         """Run one optimizer step on samples from another source, for example rollouts of the current weights.

@@ -14,8 +14,7 @@ import importlib.util
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -75,7 +74,14 @@ def run_pretrain(
         communicator, add_arguments = LoopCommunicator(steps), partial(add_arguments, runs_ahead=True)
     settings = parsing = _parsing(add_arguments)
     if _parses_first():
-        settings = {_CONTAINER: _parsed_here(parsing)}
+        from megatron.training.argument_utils import pretrain_cfg_container_from_args
+        from megatron.training.arguments import parse_and_validate_args
+
+        args = parse_and_validate_args(**parsing)
+        with warnings.catch_warnings():
+            # It recommends a ModelConfig, which this package makes when Megatron asks for the model.
+            warnings.simplefilter("ignore")
+            settings = {_CONTAINER: pretrain_cfg_container_from_args(args)}
         if communicator is not None and get_args().pipeline_model_parallel_size > 1:
             settings |= {"p2p_communicator": communicator, "pg_collection": LateGroups()}
             model_provider = partial(_joined, model_provider, communicator)
@@ -126,17 +132,6 @@ def _parses_first() -> bool:
     return _CONTAINER in inspect.signature(pretrain).parameters
 
 
-def _parsed_here(parsing: Mapping[str, Any]) -> Any:
-    from megatron.training.argument_utils import pretrain_cfg_container_from_args
-    from megatron.training.arguments import parse_and_validate_args
-
-    args = parse_and_validate_args(**parsing)
-    with warnings.catch_warnings():
-        # It recommends a ModelConfig, which this package makes when Megatron asks for the model.
-        warnings.simplefilter("ignore")
-        return pretrain_cfg_container_from_args(args)
-
-
 def build_model(args: argparse.Namespace, config: Any, exchange: Callable[[Any], Any], **stage: Any) -> Any:
     """Build a pipeline stage's model as the checkout's script does, from other layers.
 
@@ -149,10 +144,15 @@ def build_model(args: argparse.Namespace, config: Any, exchange: Callable[[Any],
         make = _gpt_config if hybrid_pattern(args) is None else _hybrid_config
         model_config = make(args, config, exchange)
         return model_config.get_builder_cls()(model_config).build_model(**stage)
-    with _importable(exchange(_selected_spec(args, config, stage["vp_stage"]))) as spec:
-        args = argparse.Namespace(**vars(args) | {"spec": spec})
-        kind = "gpt" if hybrid_pattern(args) is None else "hybrid"
-        return _builder(kind)(args, config=config, **stage)
+    # The layers get a name to import them by: builders take it as --spec, and layers in no other way.
+    module: Any = ModuleType(_LAYERS)
+    module.layers = exchange(_selected_spec(args, config, stage["vp_stage"]))
+    sys.modules[_LAYERS] = module
+    try:
+        args = argparse.Namespace(**vars(args) | {"spec": (_LAYERS, "layers")})
+        return _builder("gpt" if hybrid_pattern(args) is None else "hybrid")(args, config=config, **stage)
+    finally:
+        del sys.modules[_LAYERS]
 
 
 def _hybrid_config(args: argparse.Namespace, config: Any, exchange: Callable[[Any], Any]) -> Any:
@@ -189,24 +189,11 @@ def _builder(kind: str) -> Callable[..., Any]:
             "checkout of Megatron-LM on PYTHONPATH"
         )
     spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None, "a file of Python"
-    assert spec.loader is not None, "a file of Python"
+    assert spec is not None and spec.loader is not None, "a file of Python"  # noqa: PT018
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     builder: Callable[..., Any] = getattr(module, f"{kind}_builder")
     return builder
-
-
-@contextmanager
-def _importable(layers: Any) -> Iterator[tuple[str, str]]:
-    """Lend a spec a name to import it by: builders take one as ``--spec`` and in no other way."""
-    module: Any = ModuleType(_LAYERS)
-    module.layers = layers
-    sys.modules[_LAYERS] = module
-    try:
-        yield _LAYERS, "layers"
-    finally:
-        del sys.modules[_LAYERS]
 
 
 def _selected_spec(args: argparse.Namespace, config: Any, vp_stage: int | None) -> Any:

@@ -13,28 +13,6 @@ from mcore_prefix_tree.mcore.outputs.values import SampleValues, ValueLoss, Valu
 from mcore_prefix_tree.objectives import LossOutput, Objective
 from mcore_prefix_tree.objectives.objective import Output
 
-__all__ = [
-    "ChunkLosses",
-    "DivergenceLoss",
-    "EdgeLoss",
-    "ExportedRows",
-    "Hidden",
-    "Logits",
-    "Logprobs",
-    "Readout",
-    "SampleScores",
-    "SampleValues",
-    "Scores",
-    "TeacherHidden",
-    "TopLogprobs",
-    "TopTokens",
-    "ValueLoss",
-    "Values",
-    "WeightedSum",
-    "make_readout",
-]
-
-
 # The readout of each output that an objective names, from the objective and whether the head is fused.
 READOUTS: Mapping[Output, Callable[[Any, bool], Readout[LossOutput]]] = {
     "weighted_sum": lambda _, fused: WeightedSum(fused=fused),

@@ -60,10 +60,9 @@ class TreeDeltaNetMixin:
         if self.tp_size > 1 and not self.config.sequence_parallel:
             # Each rank's gradient has its own heads only, and upstream sums it under sequence parallelism alone.
             for parameter in filter(lambda one: one.requires_grad, self.out_norm.parameters()):
-                parameter.register_hook(self._summed_over_ranks)
-
-    def _summed_over_ranks(self, gradient: torch.Tensor) -> torch.Tensor:
-        return cast(torch.Tensor, reduce_from_tensor_model_parallel_region(gradient.clone(), group=self.tp_group))
+                parameter.register_hook(
+                    lambda gradient: reduce_from_tensor_model_parallel_region(gradient.clone(), group=self.tp_group)
+                )
 
     def forward(
         self,

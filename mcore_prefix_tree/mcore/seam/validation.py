@@ -292,11 +292,6 @@ def _avoid_locks() -> None:
             logger.warning(says, lock, os.environ["TORCH_EXTENSIONS_DIR"])
 
 
-def _computes_in_fp8(layer: torch.nn.Module) -> bool:
-    """Return whether a layer has matrix products of TransformerEngine's."""
-    return any(isinstance(module, TE_LINEAR_TYPES) for module in layer.modules())
-
-
 def check_model(model: Any, *, takes_spatial: bool = False) -> None:
     """Reject models whose positions or layers folding does not support; ``model`` comes without wrappers.
 
@@ -308,7 +303,8 @@ def check_model(model: Any, *, takes_spatial: bool = False) -> None:
     """
     check_config(model.config)
     pattern = getattr(model, "hybrid_layer_pattern", None)
-    if model.config.fp8 and (pattern or not all(map(_computes_in_fp8, model.decoder.layers))):
+    in_fp8 = (any(isinstance(one, TE_LINEAR_TYPES) for one in layer.modules()) for layer in model.decoder.layers)
+    if model.config.fp8 and (pattern or not all(in_fp8)):
         raise NotImplementedError(
             f"prefix-tree training does not support fp8={model.config.fp8!r} "
             + ("with hybrid_layer_pattern: not proven yet" if pattern else "in layers that compute without it")

@@ -74,13 +74,15 @@ class HookLoader:
     def models(self, sizes: Sequence[tuple[int, int]]) -> list[TeacherModel]:
         """Return the teachers' models; ``sizes`` are each one's tokens and rows of the embedding."""
         student, layout = self.student, self.layout
+        # The student may be the only one with experts.
+        dense = replace(layout, expert_model_parallel_size=1)
         ranks = TeacherRanks.of(layout.tensor_model_parallel_size, on_last_stage=self.on_last_stage)
         return [
             load_model(
                 replace(
                     teacher,
                     objective=ObjectiveConfig(),
-                    parallel=_for(teacher.model, layout),
+                    parallel=layout if teacher.model.hf or teacher.model.transformer.get("num_moe_experts") else dense,
                     fused_head=True,
                     device=student.device,
                     deterministic_attention=student.deterministic_attention,
@@ -130,12 +132,6 @@ HOOKS: Mapping[Output, Callable[[HookLoader, Any], StepHook]] = {
     "divergences": _same_vocabulary,
     "chunks": _across_tokenizers,
 }
-
-
-def _for(model: ModelConfig, layout: ParallelConfig) -> ParallelConfig:
-    """Return the layout of a teacher, whose student may be the only one with experts."""
-    has_experts = model.hf is not None or model.transformer.get("num_moe_experts") is not None
-    return layout if has_experts else replace(layout, expert_model_parallel_size=1)
 
 
 def find_teacher_vocab_size(model: ModelConfig, tokens: int) -> int:

@@ -184,7 +184,9 @@ class TeacherModel(StepHook):
 
     def _asked(self, batches: Sequence[MicroBatch]) -> tuple[list[MicroBatch], slice]:
         """Return the micro-batches that the teacher reads, and the slice of them that is this rank's."""
-        ours = [self._on_backend(batch) for batch in batches]
+        scoring = [batch.without_routes().for_scoring() for batch in batches]  # routes are of the student's experts
+        params = [replace(batch.packed_seq_params, attention_backend=self.attention_backend) for batch in scoring]
+        ours = [replace(batch, packed_seq_params=own) for batch, own in zip(scoring, params, strict=True)]
         # Schedules of virtual stages run a multiple of the stages.
         stages = parallel_state.get_pipeline_model_parallel_world_size() if len(self.chunks) > 1 else 1
         ours += [self._nothing() for _ in range(-len(ours) % stages)]
@@ -211,8 +213,3 @@ class TeacherModel(StepHook):
         """Return a micro-batch of padding, as few tokens as tensor-parallel ranks can share."""
         layout = fold([], padded_size=parallel_state.get_tensor_model_parallel_world_size())
         return MicroBatch.from_layout(layout, attention_backend=self.attention_backend)
-
-    def _on_backend(self, batch: MicroBatch) -> MicroBatch:
-        batch = batch.without_routes().for_scoring()  # routes are of the student's experts
-        params = replace(batch.packed_seq_params, attention_backend=self.attention_backend)
-        return replace(batch, packed_seq_params=params)

@@ -14,21 +14,3 @@ from mcore_prefix_tree.xtoken.losses.make_loss import make_loss
 from mcore_prefix_tree.xtoken.losses.p_kl import top_columns
 from mcore_prefix_tree.xtoken.losses.row_blocks import Block, cut_blocks, ordered, take_ending
 from mcore_prefix_tree.xtoken.modes import LossSettings
-
-__all__ = [
-    "Block",
-    "ChunkLoss",
-    "ChunkTerms",
-    "KnownRows",
-    "LossSettings",
-    "Part",
-    "Vocabularies",
-    "block_loss",
-    "cut_blocks",
-    "largest_logits",
-    "make_loss",
-    "ordered",
-    "take_ending",
-    "teacher_logits",
-    "top_columns",
-]
