@@ -37,13 +37,7 @@ def key_of(row: Mapping[str, Any]) -> Key:
 
 
 class ResultFile:
-    """Rows of one GPU by key.
-
-    Attributes:
-        path: the file.
-        rows: all rows, in the order in which their keys were first measured.
-        left_out: keys of rows for which the file had no room.
-    """
+    """Rows of one GPU by key, in the order of their first measurement; ``left_out`` keys found no room in the file."""
 
     def __init__(self, path: Path, machine: Mapping[str, Any], earlier: Path | None = None) -> None:
         self.path = path
@@ -89,11 +83,7 @@ class ResultFile:
 
 
 def rows_of(file: Path) -> list[dict[str, Any]]:
-    """Return the rows of a result file.
-
-    Raises:
-        ValueError: the file is not one; names it.
-    """
+    """Return the rows of a result file; raise ValueError, with its name, for another file."""
     try:
         content = json.loads(file.read_text())
         rows: list[dict[str, Any]] = content["rows"]
