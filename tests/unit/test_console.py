@@ -309,25 +309,25 @@ def recipe(tmp_path):
 
 
 def test_control_c_in_training_exits_130_and_closes_the_bar(recipe, monkeypatch):
-    steps, closed = [], []
+    seen = []
     honest_step, honest_close = ConsoleReporter.step, ConsoleReporter.close
 
     def step(self, report):
         honest_step(self, report)
-        steps.append(report.iteration)
+        seen.append(report.iteration)
         if report.iteration == 2:
             raise KeyboardInterrupt
 
     def close(self):
         honest_close(self)
-        closed.append(True)
+        seen.append("closed")
 
     monkeypatch.setattr(ConsoleReporter, "step", step)
     monkeypatch.setattr(ConsoleReporter, "close", close)
     result = run_command("train", recipe)
     assert (result.exit_code, result.stderr) == (130, "")
     assert [line.split(" | ")[0] for line in result.stdout.splitlines()][1:] == ["step 1", "step 2"]
-    assert (steps, closed) == ([1, 2], [True])
+    assert seen[-3:] == [1, 2, "closed"]
 
 
 @pytest.fixture
