@@ -77,17 +77,19 @@ class Case:
 
 def cut_ranks(samples: Sequence[Sample], ranks: Sequence[Sequence[int]], max_tokens: int) -> ForestPlan:
     """Fold each rank's samples under the budget, in as few micro-batches as consecutive samples allow."""
-    cut = []
+    cut, tokens = [], []
     for indices in ranks:
         own = [samples[index] for index in indices]
         order, shared = sort_samples(own)
         lengths = np.array([len(own[index]) for index in order], dtype=np.int64)
         runs = fewest_runs(shared, lengths - shared, max_tokens)
         cut.append([tuple(indices[index] for index in order[start:end].tolist()) for start, end in runs])
+        # The first sample of a run computes its entire path.
+        tokens.append([int(lengths[start:end].sum() - shared[start + 1 : end].sum()) for start, end in runs])
     most = max(1, max(len(rank) for rank in cut))
     return ForestPlan(
         micro_batches=tuple((*rank, *[()] * (most - len(rank))) for rank in cut),
-        physical_tokens=tuple((0,) * most for _ in cut),  # report_plan counts
+        physical_tokens=tuple((*rank, *[0] * (most - len(rank))) for rank in tokens),
     )
 
 
@@ -208,10 +210,7 @@ def judge(case: Case) -> dict[str, Any]:
         "micro_batches": {name: len(report.ranks[0]) for name, report in reports.items()},
         "over_lower_bound": {name: report.slowest / bound for name, report in reports.items()},
         "imbalance": {name: report.imbalance for name, report in reports.items()},
-        "repeated_tokens": {
-            name: sum(batch.tokens for rank in report.ranks for batch in rank) - report.unique_tokens
-            for name, report in reports.items()
-        },
+        "repeated_tokens": {name: report.repeated_tokens for name, report in reports.items()},
         "plan_seconds": seconds,
     }
 

@@ -168,12 +168,12 @@ def load_tokenizer(
     Args:
         name_or_path: ``mistral-v7`` (32,768 tokens), ``mistral-v3`` (32,768) or ``mistral-v3-tekken`` (131,072), which
             the mistral-common wheel carries; or the path of a folder with a Hugging Face tokenizer.
-        chat_template_kwargs: further variables of a folder's chat template, for example ``enable_thinking``. With
-            ``strftime_now``, a date as ``2026-11-20``, a template that reads the clock finds it at that date.
+        chat_template_kwargs: further variables of a folder's chat template, for example ``enable_thinking``. A template
+            that reads the clock gets the date of ``strftime_now``, for example ``2026-11-20``.
 
     Raises:
-        ValueError: the name is neither; the folder holds no tokenizer, or its chat template is missing or its output
-            changes from call to call; or ``chat_template_kwargs`` are not a template's.
+        ValueError: no tokenizer and no folder has this name; the folder has no tokenizer or no chat template; two calls
+            of the chat template give different texts; or ``chat_template_kwargs`` are given for mistral-common.
         ImportError: the name is a folder and transformers is missing.
         TypeError: the name is not a string or a path.
     """

@@ -31,8 +31,8 @@ _PROGRESS_BYTES = 1 << 24
 class StreamedGroups(Sequence[list[Sample]]):
     """The samples of each unit of the files, read and encoded when requested; bad samples were skipped at the start.
 
-    A unit is a record, or neighbouring records that belong together. Can be pickled, and read from any number of
-    processes.
+    A unit is one record, or several neighbouring records of one group. The object can be pickled and read from any
+    number of processes.
 
     Args:
         paths: files as :func:`mcore_prefix_tree.data.iter_sample_groups` takes them, without packed files and standard

@@ -176,7 +176,7 @@ def normalise(scored: ScoredTokens, by: By, *, length: float | None = None) -> N
         by: ``token``: the mean over all tokens (verl's ``token-mean``). ``sample``: the mean over samples of the mean
             over each one's tokens (GRPO; ``seq-mean-token-mean``). ``rollout``: the mean over rollouts of the mean over
             all tokens of each, the same whether its turns are one sample or many; a sample without ``rollout`` is a
-            separate rollout. ``group``: the mean over groups of the mean over all tokens of each. ``sample_sum``: the
+            separate rollout. ``group``: each group's mean over its tokens, averaged over groups. ``sample_sum``: the
             mean over samples of the sum over each one's tokens (``seq-mean-token-sum``), divided by ``length`` if that
             is given (Dr. GRPO, TRL's ``dr_grpo``, ``seq-mean-token-sum-norm``; after verl 0.9.1 that divides by its
             length and not by the number of samples). Samples, rollouts and groups without a scored token do not count.

@@ -171,7 +171,8 @@ class Targets:
             # The tokens of a tree are sorted by place once; then a chunk's cost is that of its own tokens.
             if layout.whole not in self._by_place:
                 of_tree = self._located(layout.whole, indices)
-                self._by_place[layout.whole] = [values[np.argsort(of_tree[2], kind="stable")] for values in of_tree]
+                by_place = np.argsort(of_tree[2], kind="stable")
+                self._by_place[layout.whole] = [values[by_place] for values in of_tree]
             entries, local, place = self._by_place[layout.whole]
             found, here = layout.find_scores(place)
             order = np.lexsort((entries[found], local[found]))

@@ -68,10 +68,11 @@ class CarriedTree:
 class Carrying:
     """One rank's chunks in a plan."""
 
-    # Part of its tree that each of the rank's micro-batches runs; WHOLE for one of whole samples. To train, the last
-    # chunk of a tree comes first, each behind the first pass of what it reads.
+    # For each of the rank's micro-batches the part of a tree that it runs, or WHOLE for whole samples.
     runs: tuple[TreePart, ...]
-    trains: bool = True  # whether it is so. Otherwise the first chunk comes first, and keeps what others read.
+    # When a step trains, the last chunk of a tree runs first, and before each chunk the first pass over the tokens that
+    # the chunk reads. Without a backward, the first chunk runs first and keeps the keys that later chunks read.
+    trains: bool = True
     # Places of the micro-batches that a scoring pass runs before the step, in its order, the same on all ranks: each
     # rank's chunks, from the first to the last. Empty if the loss needs none.
     scored: tuple[int, ...] = ()

@@ -208,7 +208,7 @@ def add_in_fp32_(total, left, right):
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="scripts/gpu_check measures a GPU's own products")
 def test_ten_bytes_for_a_logit(monkeypatch):
-    """Of an fp32 product: read for the sums, and for the gradient, which is written in 16 bits; 44 without kernels."""
+    """The sums read a logit's 4 bytes, the gradient reads them again and writes 2; without kernels there are 44."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
     from gpu_check_parts import heads
 

@@ -173,7 +173,7 @@ def test_head_dims(dim, value_dim, engine):
 @pytest.mark.parametrize("engine", [False, True])
 @pytest.mark.parametrize("divided", [False, True])
 def test_heads_in_parts(engine, divided, monkeypatch):
-    """Of 160, the last of three parts reaches past the end; the sums in fp32 have full parts."""
+    """A head of 160 has three parts, and the last part reaches past its end; the sums in fp32 have full parts."""
     monkeypatch.setattr(kernel_calls, "processors", lambda device: 1000 if divided else 0)
     assert_is_reference(
         metadata_of([20, 30, 13], [-1, 0, 0], padding=2),

@@ -125,7 +125,7 @@ def step_counts_of(model):
 @WAYS
 @pytest.mark.parametrize(("score", "limit"), [("softmax", ROUNDING), ("sigmoid", 1e-12)])
 def test_the_global_loss_is_that_of_the_same_micro_batches(score, limit, recompute, padding):
-    """Of two steps, between which upstream resets the counts; the second begins with a micro-batch of padding."""
+    """Upstream resets the counts between the two steps; the second step begins with a micro-batch of padding."""
     balancing = {"moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"], "moe_aux_loss_coeff": [0, 0.5]}
     config = tiny_config(**EXPERTS, **balancing, **RECOMPUTE[recompute], moe_router_score_function=score)
     stock, tree = twins(config, position_embedding_type="learned_absolute")

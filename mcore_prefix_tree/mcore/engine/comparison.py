@@ -110,14 +110,14 @@ class Gain:
 class Comparison:
     """Folded against unfolded ways."""
 
-    folded: Measurement  # measurement of the batch as train runs it
-    # Measurement with the same back-end, head and budget, but each sample as a separate tree: a packed varlen batch.
+    folded: Measurement  # the batch, as train runs it
+    # The batch as a packed varlen batch: each sample is a separate tree. Back-end, head and budget are those of folded.
     packed: Measurement
-    # Measurement of the same in micro-batches no larger than the folded ones, so that operations have the same sizes;
-    # None if packed has the same micro-batches.
+    # The packed batch in micro-batches no larger than the folded ones, so that operations have the same sizes; None
+    # when packed has the same micro-batches.
     small: Measurement | None
-    # Measurement with Megatron's own attention and cross-entropy, one sample per micro-batch; None if it cannot hold
-    # the longest sample. It projects all positions to the vocabulary, which the fused head of the others does not.
+    # Megatron's attention and cross-entropy, with one sample per micro-batch; None when a micro-batch cannot hold the
+    # longest sample. Its head projects all positions to the vocabulary; the fused head projects only predictors.
     stock: Measurement | None
     stock_missing: str | None  # reason why stock is None, in that case
     logical_tokens: int  # tokens of the batch

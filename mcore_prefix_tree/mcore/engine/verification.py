@@ -80,9 +80,9 @@ class VerifyReport:
     worst_parameter: str  # name and rank of that parameter
     tolerance: float  # smallest limit of each error
     reference: str  # name of the run that the errors are measured against
-    # Errors of the unfolded run from its own rounding, by the same names; FACTOR times them is allowed. That of the
-    # loss adds up its samples' errors whatever their signs: as a single number it may be next to nothing by luck. None
-    # if only verify.tolerance decides.
+    # Rounding errors of the unfolded run, by the same names; FACTOR times an error is allowed. The loss's error is the
+    # sum of its samples' absolute errors, because errors of opposite signs can cancel. None when only verify.tolerance
+    # decides.
     unfolded_errors: dict[str, float] | None
     samples: int
     logical_tokens: int
