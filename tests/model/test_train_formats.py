@@ -41,14 +41,13 @@ def list_of(array: object) -> object:
     return array.tolist()  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_groups_that_lie_apart_train_as_neighbours_do(tmp_path: Path, streaming: bool) -> None:
-    """The same steps, also where files are streamed and the job is resumed."""
+def test_groups_that_lie_apart_train_as_neighbours_do(tmp_path: Path) -> None:
+    """The same steps, also where the job is resumed; streaming refuses such groups (tests/unit/test_data_stream_groups.py)."""
     neighbours = rows_with_signals(neighbours=3)
     apart = [row for member in range(3) for row in neighbours[member::3]]
     recipe = write_job(tmp_path, apart)
     path = write_rows(tmp_path / "sorted.jsonl", neighbours)
-    steps = (*STEPS, "train_iters=3", "data.num_workers=0", f"data.streaming={str(streaming).lower()}")
+    steps = (*STEPS, "train_iters=3", "data.num_workers=0")
     grpo = (*steps, "objective.name=grpo", "batch.groups_per_step=2", "batch.global_batch_size=null")
     given = train(recipe, *grpo).losses
     assert len(given) == 3
