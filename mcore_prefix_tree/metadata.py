@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from mcore_prefix_tree.layout import FlatLayout
-from mcore_prefix_tree.layout.flat import starts_of_chains
+from mcore_prefix_tree.layout.forest import starts_of_chains
 from mcore_prefix_tree.utils.upload import moved, upload
 
 Int32Array = npt.NDArray[np.int32]

@@ -13,8 +13,7 @@ from rich.tree import Tree as Drawing
 
 from mcore_prefix_tree.cli import numbers
 from mcore_prefix_tree.cli.console import rows
-from mcore_prefix_tree.layout import FlatLayout
-from mcore_prefix_tree.layout.stats import Chains, Tree, chains
+from mcore_prefix_tree.layout.forest import Chains, SampleForest, Tree, chains
 from mcore_prefix_tree.plan import ExpectedSpeedup
 
 # A drawing is for a glance: about a screen of lines, narrow enough for the deepest one.
@@ -55,24 +54,24 @@ def summary(
     )
 
 
-def draw_tree(layout: FlatLayout, tree: Tree, decode: Callable[[Sequence[int]], str | None]) -> Drawing:
+def draw_tree(forest: SampleForest, tree: Tree, decode: Callable[[Sequence[int]], str | None]) -> Drawing:
     """Draw one tree, cut down to its largest branches; every cut shows how much it omits.
 
     A line begins with its first words, or with token ids if ``decode`` does not know all of them.
     """
-    grouped = chains(layout)
+    grouped = chains(forest)
     root = int(grouped.segment_of_node[tree.root])
     drawn = _choose(grouped, root)
 
     def label(segment: int) -> Text:
         first = int(grouped.first_node[segment])
-        last = int(grouped.first_node[segment + 1]) if segment + 1 < len(grouped.first_node) else layout.num_nodes
-        start, end = int(layout.cu_node_lens[first]), int(layout.cu_node_lens[last])
-        text = Text(numbers.plural(end - start, "token"), style="bold")
+        last = int(grouped.first_node[segment + 1]) if segment + 1 < len(grouped.first_node) else forest.num_nodes
+        tokens = forest.tokens(first, last)
+        text = Text(numbers.plural(len(tokens), "token"), style="bold")
         if last - first > 1:
             text.append(f" in a chain of {last - first:,} nodes", style="not bold")
         text.append(f", {numbers.plural(int(grouped.samples[segment]), 'sample')}  ", style="not bold")
-        text.append(_first_words(layout.input_ids[start:end], decode), style="not bold dim")
+        text.append(_first_words(tokens, decode), style="not bold dim")
         text.no_wrap, text.overflow = True, "ellipsis"
         return text
 

@@ -32,26 +32,25 @@ def inspect(
     import numpy as np
 
     from mcore_prefix_tree.data.causes import find_causes
-    from mcore_prefix_tree.layout import fold
-    from mcore_prefix_tree.layout.stats import forest_counts, largest_trees
+    from mcore_prefix_tree.layout.forest import SampleForest, largest_trees
     from mcore_prefix_tree.plan.plan_report import tokens_without_routes
     from mcore_prefix_tree.trie import build_trie
 
     check_picture(plot, options.inputs)
     samples = options.read()
-    layout = fold(samples.all, trie=build_trie(samples.all, options.sharing))
-    counts, tokens = forest_counts(layout), tokens_without_routes([samples.all], options.sharing)
-    unrouted = None if tokens is None else layout.logical_tokens / tokens
-    expected = None if samples.work is None else samples.work.expected_speedup([layout])
-    longest = samples.all[int(np.argmax(np.diff(layout.cu_sample_lens)))].source
-    largest = largest_trees(layout, trees)
+    forest = SampleForest.of(samples.all, build_trie(samples.all, options.sharing))
+    counts, tokens = forest.counts(), tokens_without_routes([samples.all], options.sharing)
+    unrouted = None if tokens is None else forest.logical_tokens / tokens
+    expected = None if samples.work is None else samples.work.expected_speedup([forest])
+    longest = samples.all[int(np.argmax(np.diff(forest.cu_sample_lens)))].source
+    largest = largest_trees(forest, trees)
     order, steps = samples.order, _report_steps(samples)
     better = alternatives(samples, steps)
     # Texts are compared if their tokenizer is known.
     decode = samples.tokenizer.try_decode if samples.tokenizer.loaded else None
     causes = find_causes(samples.all, decode=decode)
     if plot is not None:
-        draw_forest(layout, plot)
+        draw_forest(forest, plot)
     if as_json:
         report: dict[str, Any] = {
             **counts,
@@ -82,10 +81,10 @@ def inspect(
     console = Console()
     width = console.width - (2 if console.options.ascii_only else 0)  # an ellipsis becomes three dots
     for tree in largest:
-        show(console, draw_tree(layout, tree, samples.tokenizer.try_decode), width=width)
+        show(console, draw_tree(forest, tree, samples.tokenizer.try_decode), width=width)
         console.print()
-    if layout.num_trees > len(largest) > 0:
-        say(console, f"… {numbers.plural(layout.num_trees - len(largest), 'more tree', 'more trees')}\n", style="dim")
+    if forest.num_trees > len(largest) > 0:
+        say(console, f"… {numbers.plural(forest.num_trees - len(largest), 'more tree', 'more trees')}\n", style="dim")
     more = steps_rows(steps, order)
     if unrouted is not None:
         more.insert(0, ("  without routes", numbers.ratio(unrouted), "if tokens alone had to agree"))
@@ -95,7 +94,7 @@ def inspect(
     lines = causes_lines(causes, has_text=samples.tokenizer.loaded is not None)
     for line in ["", *lines] if lines else []:
         say_line(console, line, style="dim")
-    print_hints(console, samples, layout.physical_tokens)
+    print_hints(console, samples, forest.physical_tokens)
 
 
 def _report_steps(samples: Samples) -> StepsReport | None:

@@ -11,7 +11,7 @@ from mcore_prefix_tree.cli.options import accept_path, check_output_option
 from mcore_prefix_tree.utils.versions import install_command
 
 if TYPE_CHECKING:
-    from mcore_prefix_tree.layout import FlatLayout
+    from mcore_prefix_tree.layout.forest import Forest
     from mcore_prefix_tree.mcore.engine.comparison import Comparison
     from mcore_prefix_tree.mcore.engine.evaluation import Evaluation
     from mcore_prefix_tree.mcore.loop.trainer import StepReport
@@ -64,17 +64,17 @@ def _picture(path: str, panels: int, width: float = 6.0) -> Iterator[Any]:
         pyplot.close(figure)
 
 
-def draw_forest(layout: FlatLayout, path: str) -> None:
+def draw_forest(forest: Forest, path: str) -> None:
     """Draw the fold ratio by depth, and how many tokens there are at each depth."""
     import numpy as np
 
-    from mcore_prefix_tree.layout.stats import tokens_by_depth
+    from mcore_prefix_tree.layout.forest import tokens_by_depth
 
-    logical, physical = tokens_by_depth(layout)
+    logical, physical = tokens_by_depth(forest)
     depths = np.arange(len(logical))
     with _picture(path, 2) as (ratios, tokens):
         ratios.step(depths, logical / physical, where="mid")
-        ratios.axhline(layout.fold_ratio, color="black", linewidth=1, linestyle="--", label="of all tokens")
+        ratios.axhline(forest.fold_ratio, color="black", linewidth=1, linestyle="--", label="of all tokens")
         ratios.set(xlabel="position in a sample", ylabel="fold ratio", yscale="log")
         ratios.legend()
         tokens.fill_between(depths, logical, step="mid", alpha=0.3, label="logical: of all samples")

@@ -13,6 +13,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from mcore_prefix_tree.layout.forest import Forest, Int32Array, Int64Array, describe_nodes
 from mcore_prefix_tree.layout.kept_sets import KeptSets, find_kept_sets
 from mcore_prefix_tree.sample import INT32_MAX, Sample
 from mcore_prefix_tree.trie import Trie, build_trie
@@ -65,13 +66,9 @@ def row_multiple(ranks: int, fp8: str | None, fp8_recipe: str | None) -> int:
     return ranks * rows
 
 
-Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
-class FlatLayout:
-    """One micro-batch of folded samples; 24 bytes per physical token, without :attr:`sample_map`.
+class FlatLayout(Forest):
+    """One micro-batch of folded samples: a forest with its tokens, which take 24 bytes each without :attr:`sample_map`.
 
     Query token i sees key token j exactly if ``j <= i < subtree_end[j]``. Tokens from T to P are padding: separate
     roots that see only themselves and are never scored.
@@ -83,14 +80,6 @@ class FlatLayout:
         predictor: int32 ``[P]``, flat index of the token's predecessor on its path; -1 if nothing predicts the token
             (first in a root, padding).
         loss_weight: float64 ``[P]``, the loss masks of all samples through a token, summed; 0 without a predictor.
-        cu_node_lens: int32 ``[N + 1]``, node n holds flat tokens ``cu_node_lens[n]:cu_node_lens[n + 1]``.
-        node_parent: int32 ``[N]``, -1 for a root.
-        node_depth: int32 ``[N]``, position of the node's first token on its path.
-        cu_sample_lens: int64 ``[S + 1]``, sample s is ``sample_map[cu_sample_lens[s]:cu_sample_lens[s + 1]]``.
-        sample_node: int32 ``[S]``, the node in which each sample ends.
-        sample_order: int64 ``[S]``, the samples in depth-first order.
-        sample_shared: int64 ``[S]``, leading tokens that each sample in that order has in common with the one before.
-        num_supervised: logical tokens that have a predictor and a non-zero loss mask.
         temperature: float64 ``[P]``, divisor of the logits at each token; None if it is 1 for all.
         kept: sets of ids that samples were drawn from; None if no sample has a sampling mask. Each of its M edges has a
             score of its own, at place P + m behind those of the tokens.
@@ -106,49 +95,14 @@ class FlatLayout:
     subtree_end: Int32Array
     predictor: Int32Array
     loss_weight: npt.NDArray[np.float64]
-    cu_node_lens: Int32Array
-    node_parent: Int32Array
-    node_depth: Int32Array
-    cu_sample_lens: Int64Array
-    sample_node: Int32Array
-    sample_order: Int64Array
-    sample_shared: Int64Array
-    num_supervised: int
     temperature: npt.NDArray[np.float64] | None = None
     kept: KeptSets | None = None
     routes: npt.NDArray[np.int8] | npt.NDArray[np.int16] | None = None
     depth_weight: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 0)))
 
     @property
-    def num_nodes(self) -> int:
-        return len(self.node_parent)
-
-    @property
-    def num_samples(self) -> int:
-        return len(self.cu_sample_lens) - 1
-
-    @property
-    def num_trees(self) -> int:
-        return int(np.count_nonzero(self.node_parent < 0))
-
-    @property
     def padded_size(self) -> int:
         return len(self.input_ids)
-
-    @property
-    def physical_tokens(self) -> int:
-        """T, the unique tokens, before padding."""
-        return int(self.cu_node_lens[-1])
-
-    @property
-    def logical_tokens(self) -> int:
-        """L, the sum of the sample lengths."""
-        return int(self.cu_sample_lens[-1])
-
-    @property
-    def fold_ratio(self) -> float:
-        """Logical over physical tokens, which token-wise work shrinks by. 1 for an empty layout."""
-        return self.logical_tokens / self.physical_tokens if self.physical_tokens else 1.0
 
     @cached_property
     def sample_map(self) -> Int32Array:
@@ -208,23 +162,7 @@ class FlatLayout:
         return self.sample_map if self.kept is None else self.kept.place
 
     @cached_property
-    def visible_pairs(self) -> int:
-        """(query, key) pairs that attention computes, padding aside."""
-        physical = self.physical_tokens
-        return int((self.subtree_end[:physical].astype(np.int64) - np.arange(physical)).sum())
-
-    @cached_property
-    def unfolded_pairs(self) -> int:
-        """Number of (query, key) pairs that causal attention over each separate sample computes."""
-        lengths = np.diff(self.cu_sample_lens)
-        return int((lengths * (lengths + 1) // 2).sum())
-
-    @cached_property
     def num_predictors(self) -> int:
-        """Number of tokens that predict a token with a loss weight: the positions that a fused head projects.
-
-        A token that predicts several, at a branch, counts once.
-        """
         predicts = np.zeros(self.padded_size, dtype=np.bool_)
         predicts[self.predictor[self.loss_weight != 0]] = True
         return int(np.count_nonzero(predicts))
@@ -237,16 +175,6 @@ class FlatLayout:
         heads = heads[self.predictor[heads] >= 0]
         heads = heads[np.argsort(self.predictor[heads], kind="stable")]
         return heads, self.predictor[heads].astype(np.int64)
-
-    @property
-    def predictor_ratio(self) -> float:
-        """Supervised tokens over their predictors, which a fused head's work shrinks by. 1 if none is supervised."""
-        return self.num_supervised / self.num_predictors if self.num_predictors else 1.0
-
-    @property
-    def pair_ratio(self) -> float:
-        """Unfolded over visible pairs, which the work of attention shrinks by. 1 for an empty layout."""
-        return self.unfolded_pairs / self.visible_pairs if self.visible_pairs else 1.0
 
     @property
     def max_path_len(self) -> int:
@@ -296,8 +224,11 @@ def fold(
         raise ValueError(f"the trie has {len(trie.order)} samples, but {len(samples)} are given")
     physical = trie.num_tokens
     padded_size = _choose_size(physical, pad_to_multiple_of, padded_size)
-    borders, parent = trie.cu_node_lens.astype(np.int32), trie.node_parent.astype(np.int32)
-    depth = trie.node_depth.astype(np.int32)
+    nodes = describe_nodes(samples, trie)
+    nodes |= {
+        name: nodes[name].astype(np.int32) for name in ("cu_node_lens", "node_parent", "node_depth", "sample_node")
+    }
+    borders, parent, depth = nodes["cu_node_lens"], nodes["node_parent"], nodes["node_depth"]
     node_lens = np.diff(borders)
     # In place, and steps that need a second array first: the peak is no more memory than the result.
     position_ids = np.arange(padded_size, dtype=np.int32)
@@ -314,7 +245,7 @@ def fold(
         fresh = [samples[s].tokens[p:] for s, p in zip(trie.order.tolist(), trie.shared.tolist(), strict=True)]
         np.concatenate(fresh, out=input_ids[:physical])
 
-    lengths = np.fromiter(map(len, samples), dtype=np.int64, count=len(samples))
+    lengths = np.diff(nodes["cu_sample_lens"])
     masks = [sample.loss_mask for sample in samples]
     walk = trie.order, trie.shared, lengths, padded_size
     loss_weight, num_supervised = sum_masks(masks, *walk)
@@ -325,14 +256,8 @@ def fold(
         subtree_end=subtree_end,
         predictor=predictor,
         loss_weight=loss_weight,
-        cu_node_lens=borders,
-        node_parent=parent,
-        node_depth=depth,
-        cu_sample_lens=np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)]),
-        sample_node=trie.sample_node.astype(np.int32),
-        sample_order=trie.order,
-        sample_shared=trie.shared,
         num_supervised=num_supervised,
+        **nodes,
         temperature=_temperature(samples, trie, lengths, padded_size),
         routes=_routes(samples, trie, lengths, padded_size),
         depth_weight=np.array([sum_masks(masks, *walk)[0] for masks in deeper]),
@@ -439,11 +364,3 @@ def sum_masks(
             loss_weight[path[keep:length]] = on_path[keep:length]
             on_path[keep:length] = 0.0
     return loss_weight, num_supervised
-
-
-def starts_of_chains(node_parent: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
-    """bool ``[N]``: roots and nodes with siblings; an only child continues its parent's chain, next to it."""
-    starts = node_parent < 0
-    above = node_parent[~starts]
-    starts[~starts] = np.bincount(above, minlength=len(node_parent))[above] > 1
-    return starts

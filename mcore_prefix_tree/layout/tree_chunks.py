@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mcore_prefix_tree.layout.flat import FlatLayout, Int32Array, Int64Array, sum_masks
+from mcore_prefix_tree.layout.flat import FlatLayout, sum_masks
+from mcore_prefix_tree.layout.forest import Int32Array, Int64Array
 from mcore_prefix_tree.layout.kept_sets import spans
 from mcore_prefix_tree.sample import INT32_MAX, Sample
 

@@ -24,8 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mcore_prefix_tree.layout import FlatLayout
-from mcore_prefix_tree.layout.flat import starts_of_chains
+from mcore_prefix_tree.layout.forest import Forest, starts_of_chains
 from mcore_prefix_tree.plan.model_shape import (
     NO_FLOPS,
     RECURRENT,
@@ -54,14 +53,14 @@ class Counts(NamedTuple):
     chosen_pairs: int = 0  # pairs of a query and a key that sparse attention chooses; 0 if the model has none
 
     @classmethod
-    def folded(cls, layouts: Iterable[FlatLayout], window: int | None = None, topk: int | None = None) -> Counts:
+    def folded(cls, layouts: Iterable[Forest], window: int | None = None, topk: int | None = None) -> Counts:
         """Count micro-batches of folded samples; ``window`` and ``topk`` are the most keys of a query, see above."""
         return cls._sum(
             cls(
                 tokens=layout.physical_tokens,
                 pairs=layout.visible_pairs,
-                window_pairs=_pairs_of_at_most(window, layout),
-                chosen_pairs=_pairs_of_at_most(topk, layout),
+                window_pairs=layout.count_pairs(window or 0),
+                chosen_pairs=layout.count_pairs(topk or 0),
                 predictors=layout.num_predictors,
                 unused=count_unused(np.diff(_segment_borders(layout))),
             )
@@ -69,7 +68,7 @@ class Counts(NamedTuple):
         )
 
     @classmethod
-    def unfolded(cls, layouts: Iterable[FlatLayout], window: int | None = None, topk: int | None = None) -> Counts:
+    def unfolded(cls, layouts: Iterable[Forest], window: int | None = None, topk: int | None = None) -> Counts:
         """Count the same samples, each by itself."""
         return cls._sum(
             cls.of_lengths(np.diff(layout.cu_sample_lens), window, topk)._replace(predictors=layout.num_supervised)
@@ -95,12 +94,7 @@ class Counts(NamedTuple):
         return cls(*(sum(column) for column in zip(cls(0, 0, 0, 0), *counts, strict=True)))
 
 
-def _pairs_of_at_most(keys: int | None, layout: FlatLayout) -> int:
-    # A token sees the keys before it on its path, and itself.
-    return int(np.minimum(layout.position_ids[: layout.physical_tokens].astype(np.int64) + 1, keys or 0).sum())
-
-
-def _segment_borders(layout: FlatLayout) -> npt.NDArray[np.int64]:
+def _segment_borders(layout: Forest) -> npt.NDArray[np.int64]:
     """``[G + 1]``: first token of each segment, and the end of the last."""
     borders = layout.cu_node_lens.astype(np.int64)
     return np.append(borders[:-1][starts_of_chains(layout.node_parent)], borders[-1])
@@ -328,7 +322,7 @@ class ModelWork:
         """The window and the top-k that :class:`Counts` needs."""
         return self.window, self.topk
 
-    def expected_speedup(self, layouts: Sequence[FlatLayout]) -> ExpectedSpeedup:
+    def expected_speedup(self, layouts: Sequence[Forest]) -> ExpectedSpeedup:
         """Return the speed-up to expect of a step in these micro-batches, those of all ranks."""
         return ExpectedSpeedup(
             folded=self.of(Counts.folded(layouts, *self.limits)),

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mcore_prefix_tree.layout.stats import branching
+from mcore_prefix_tree.layout.forest import branching
 from mcore_prefix_tree.plan.cost import UNITS_PER_TOKEN, CostModel
 from mcore_prefix_tree.plan.cuts import Run
 from mcore_prefix_tree.sample import Sample

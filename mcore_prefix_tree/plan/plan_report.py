@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mcore_prefix_tree.layout import NO_PADDING, Padding
-from mcore_prefix_tree.layout.stats import NO_BRANCHES, Branching, branching
+from mcore_prefix_tree.layout.forest import NO_BRANCHES, Branching, branching
 from mcore_prefix_tree.plan.balance import least_makespan
 from mcore_prefix_tree.plan.carry import FORWARD, ForestPlan, TreePart, first_pass_depths
 from mcore_prefix_tree.plan.cost import UNITS_PER_TOKEN, CostModel

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from mcore_prefix_tree import Sample, fold
-from mcore_prefix_tree.layout.stats import forest_counts
 from mcore_prefix_tree.mcore.release import HAS_HYBRID_MODEL
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +20,7 @@ def test_the_benchmark_of_recurrent_layers(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import recurrent
 
-    counts = forest_counts(fold([Sample(tokens=one) for one in recurrent.deep_tree(6, 8)]))
+    counts = fold([Sample(tokens=one) for one in recurrent.deep_tree(6, 8)]).counts()
     assert (counts["segments"], counts["segment_levels"], counts["physical_tokens"]) == (11, 6, 11 * 8)
     monkeypatch.setattr(recurrent, "MODELS", {"Mamba-2": recurrent.MODELS["Mamba-2"]})
     monkeypatch.setattr(recurrent, "LEVELS", (3,))

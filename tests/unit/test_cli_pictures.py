@@ -10,7 +10,7 @@ import pytest
 from harness.commands import run_command, write_rows
 
 from mcore_prefix_tree.layout import fold
-from mcore_prefix_tree.layout.stats import tokens_by_depth
+from mcore_prefix_tree.layout.forest import tokens_by_depth
 from mcore_prefix_tree.sample import Sample
 
 PNG, SVG = b"\x89PNG", b"<?xml"

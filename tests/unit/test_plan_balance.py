@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.layout import Padding
-from mcore_prefix_tree.layout.stats import forest_counts
 from mcore_prefix_tree.plan import BudgetError, CostModel, least_makespan, plan_step, report_plan
 from mcore_prefix_tree.plan.cost import UNITS_PER_TOKEN
 from mcore_prefix_tree.trie import build_trie, sort_samples
@@ -114,7 +113,7 @@ def test_reports_match_counts(problem):
             assert (one.pairs, one.padding) == (layout.visible_pairs, layout.padded_size - layout.physical_tokens)
             assert one.cost == cost_of(samples, batch, model)
             assert (one.segments, one.segment_levels) == segments_of([samples[i] for i in batch])
-            assert one.segment_states == forest_counts(layout)["segment_states"]
+            assert one.segment_states == layout.counts()["segment_states"]
     assert report.unique_tokens == len(samples_through(samples))
     assert report.repeated_tokens == sum(chain.from_iterable(plan.physical_tokens)) - report.unique_tokens
     assert report.logical_tokens == sum(map(len, samples))
