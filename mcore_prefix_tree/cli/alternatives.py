@@ -22,7 +22,7 @@ _GAIN = 1.05
 # A larger step is this many times as large, or the smaller number if there are not enough samples.
 _LARGER = (4, 2)
 # Above this number of logical tokens, expanded turns are not folded step by step.
-_MOST_TOKENS = 2**26
+_MOST_TOKENS = 2**24
 
 
 @dataclass(frozen=True, kw_only=True)

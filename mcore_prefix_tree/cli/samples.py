@@ -257,6 +257,7 @@ class SampleOptions:
 
         from mcore_prefix_tree.cli.console import ConsoleReporter
         from mcore_prefix_tree.data import DEFAULT_TOKENIZER, FieldNames, LineOptions, Skipped, iter_sample_groups
+        from mcore_prefix_tree.data.on_disk import hold_on_disk
 
         for name in ("order", "seed"):
             if getattr(self, name) is not None and self.model is None and self.global_batch_size is None:
@@ -275,11 +276,10 @@ class SampleOptions:
                 names=FieldNames(given=data.fields, format=data.format),
             )
             with closing(ConsoleReporter(Console(stderr=True))) as reporter:
-                lines = list(
-                    iter_sample_groups(
-                        data.path, options, on_error=data.on_error, skipped=skipped, progress=reporter.reading
-                    )
+                read = iter_sample_groups(
+                    data.path, options, on_error=data.on_error, skipped=skipped, progress=reporter.reading
                 )
+                lines = hold_on_disk(read)
         for told in filter(None, (str(skipped), skipped.not_read)):
             typer.echo(spell(told, self.spellings), err=True)
         return Samples(lines=lines, tokenizer=tokenizer, skipped=skipped, options=self)

@@ -10,10 +10,10 @@ Legend: S samples, N nodes, T physical tokens.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import get_args
+from itertools import groupby, pairwise
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,9 @@ from mcore_prefix_tree.utils.choices import Share
 
 IntArray = npt.NDArray[np.int64]
 Routes = Sequence[RoutedExperts | None]
+
+# Tokens that a sort holds as bytes, and the least of each sample that it compares at once.
+_AT_ONCE, _LEAST = 1 << 24, 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +63,7 @@ def sort_samples(samples: Sequence[Sample], sharing: Sharing = SHARE_ALL) -> tup
     Raises SampleError for samples with routes of different shapes.
 
     The order depends on the samples' content only (samples that score the same of equal tokens keep the caller's
-    order), so every rank and every shuffle of the same samples builds the same trie and the same plan. Needs 4 bytes
-    for every logical token while it sorts.
+    order), so every rank and every shuffle of the same samples builds the same trie and the same plan.
     """
     shareable = [
         sample.tokens if sharing.share == "all" else sample.tokens[: prompt_length(sample)] for sample in samples
@@ -85,12 +87,15 @@ def sort_samples(samples: Sequence[Sample], sharing: Sharing = SHARE_ALL) -> tup
     return order, shared
 
 
-def _token_and_route(tokens: npt.NDArray[np.int32], route: RoutedExperts | None) -> bytes:
-    """Return bytes that compare like ``[n]`` pairs of a token and its route; no route comes before any."""
+def _token_and_route(tokens: npt.NDArray[np.int32], route: RoutedExperts | None, start: int) -> bytes:
+    """Return bytes that compare like ``[n]`` pairs of a token and its route; no route comes before any.
+
+    ``start`` is the position of the first token.
+    """
     pairs = np.zeros(len(tokens), dtype=[("token", ">i4"), ("route", ">u8")])
     pairs["token"] = tokens
     if route is not None:
-        pairs["route"] = route.digest[: len(tokens)]
+        pairs["route"] = route.digest[start : start + len(tokens)]
     return pairs.tobytes()
 
 
@@ -133,24 +138,56 @@ def _sorted_runs(
     samples: Sequence[Sample], shareable: Sequence[npt.NDArray[np.int32]], compared: Routes | None, tied: Routes | None
 ) -> list[list[int]]:
     """Return the samples of each ``merge_key``; the order depends only on their content, int32 ``[n]`` each."""
-    # Big-endian bytes compare like the integers they hold, so the sort is memcmp on full samples. Unshared tokens, and
-    # routes that do not matter, only decide between equal ones, or their order would be the caller's.
-    unrouted: Routes = [None] * len(samples)
-    keys = [
-        (
-            part.astype(">i4").tobytes() if compared is None else _token_and_route(part, compared[index]),
-            sample.tokens[len(part) :].astype(">i4").tobytes(),
-            _Scored(sample.loss_mask),
-            b"" if route is None else route.digest.tobytes(),
-        )
-        for index, (part, sample, route) in enumerate(zip(shareable, samples, tied or unrouted, strict=True))
+
+    # Unshared tokens, and routes that do not matter, only decide between equal ones, or their order would be the
+    # caller's. The merge key's repr decides between groups that start with the same tokens.
+    def shared_part(index: int, start: int, end: int) -> bytes:
+        part = shareable[index][start:end]
+        if compared is None:
+            return part.astype(">i4").tobytes()  # big-endian bytes compare like the integers that they hold
+        return _token_and_route(part, compared[index], start)
+
+    def rest(index: int, start: int, end: int) -> bytes:
+        return samples[index].tokens[len(shareable[index]) :][start:end].astype(">i4").tobytes()
+
+    def digest(index: int) -> bytes:
+        route = None if tied is None else tied[index]
+        return b"" if route is None else route.digest.tobytes()
+
+    keys: list[Callable[[int], Any]] = [
+        lambda index: _Scored(samples[index].loss_mask),
+        digest,
+        lambda index: repr(samples[index].merge_key),
     ]
     groups: dict[Hashable, list[int]] = {}
     for index, sample in enumerate(samples):
         groups.setdefault(sample.merge_key, []).append(index)
-    runs = [sorted(group, key=keys.__getitem__) for group in groups.values()]
-    # The merge key's repr decides between groups that start with the same tokens.
-    return sorted(runs, key=lambda run: (keys[run[0]], repr(samples[run[0]].merge_key)))
+    runs = {run[0]: run for run in (_sort(group, [shared_part, rest], keys[:2]) for group in groups.values())}
+    return [runs[first] for first in _sort(list(runs), [shared_part, rest], keys)]
+
+
+def _sort(
+    indices: list[int], texts: Sequence[Callable[[int, int, int], bytes]], keys: Sequence[Callable[[int], Any]]
+) -> list[int]:
+    """Sort by the texts of each index, of which ``text(index, start, end)`` gives a part, then by its ``keys``."""
+    # The parts of all at one place are compared, then the next of those that are equal so far: no more than _AT_ONCE
+    # tokens are held as bytes, and samples that differ early are not read to their end.
+    part = max(_LEAST, _AT_ONCE // max(len(indices), 1))
+    found: list[int] = []
+    waiting = [(0, 0, indices)]  # text, start in it, and those that are equal before it
+    while waiting:
+        text, start, group = waiting.pop()
+        if len(group) == 1:
+            found += group
+        elif text == len(texts):
+            found += sorted(group, key=lambda index: tuple(key(index) for key in keys))
+        else:
+            parts = {index: texts[text](index, start, start + part) for index in group}
+            ordered = sorted(group, key=parts.__getitem__)
+            equal = [(one, list(some)) for one, some in groupby(ordered, key=parts.__getitem__)]
+            # An empty part is behind the end of all of its group.
+            waiting += [(text, start + part, some) if one else (text + 1, 0, some) for one, some in reversed(equal)]
+    return found
 
 
 @dataclass(frozen=True, eq=False)

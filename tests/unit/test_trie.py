@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 from harness.oracles import paths_of, sample_lists
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.trie import Sharing, build_trie, trie_from_order
+from mcore_prefix_tree.trie import trie as trie_module
 
 
 @given(sample_lists())
@@ -61,6 +64,15 @@ def test_options_do_not_make_the_trie_depend_on_the_order(samples, share, least,
     for name in ("shared", "cu_node_lens", "node_parent", "node_depth", "node_subtree_end"):
         np.testing.assert_array_equal(getattr(one, name), getattr(other, name), err_msg=name)
     assert [samples[i].tokens.tolist() for i in one.order] == [shuffled[i].tokens.tolist() for i in other.order]
+
+
+@given(sample_lists(), st.sampled_from(["all", "prompt"]), st.integers(1, 3))
+def test_samples_that_are_compared_part_by_part_have_the_same_order(samples, share, part):
+    whole = build_trie(samples, Sharing(share=share))
+    with patch.multiple(trie_module, _AT_ONCE=part * len(samples), _LEAST=1):
+        parts = build_trie(samples, Sharing(share=share))
+    np.testing.assert_array_equal(parts.order, whole.order)
+    np.testing.assert_array_equal(parts.shared, whole.shared)
 
 
 @pytest.mark.parametrize(
