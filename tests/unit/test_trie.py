@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from harness.oracles import paths_of, sample_lists
 from harness.speed import linear_time
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mcore_prefix_tree import Sample, fold
@@ -44,6 +44,7 @@ def common(left, right, share="all", least=0):
 
 
 @given(sample_lists(), st.sampled_from(["all", "prompt"]), st.integers(0, 5))
+@example([Sample([1, 2, 3, 4], loss_mask=[0, 0, 1, 1])] * 2, "prompt", 0)
 def test_two_samples_share_as_the_options_require(samples, share, least):
     layout = fold(samples, trie=build_trie(samples, Sharing(share=share, min_shared_tokens=least)))
     for i, left in enumerate(samples):
