@@ -77,7 +77,7 @@ class Case:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("forest", OFTEN)
 def test_scores(forest, dtype, shape, relu):
-    """Of all pairs, and of some rows with keys that do not follow each other."""
+    """All pairs, and some rows with keys that do not follow each other."""
     case = Case(forest, shape, dtype, relu=relu)
     every = torch.arange(case.metadata.padded_size, device=DEVICE)
     some = torch.cat([every[:7], every[20:]])

@@ -30,7 +30,7 @@ BACKENDS = ("tilelang", "cudnn")
 
 
 def attend(query: torch.Tensor, latents: torch.Tensor, keys: torch.Tensor, scale: float) -> tuple[torch.Tensor, ...]:
-    """What both kernels compute: out ``[P, H, 512]`` and log-sum-exps of ``[P, H, 576]``, ``[P, 576]``, ``[P, T]``."""
+    """Compute as both kernels do: out ``[P, H, 512]`` and log-sum-exps of ``[P, H, 576]``, ``[P, 576]``, ``[P, T]``."""
     gathered = latents.float()[keys.clamp(min=0).long()]
     scores = torch.einsum("phd,ptd->pht", query.float(), gathered) * scale
     scores = scores.masked_fill((keys < 0)[:, None], -torch.inf)
@@ -39,7 +39,7 @@ def attend(query: torch.Tensor, latents: torch.Tensor, keys: torch.Tensor, scale
 
 
 def check(query: torch.Tensor, latents: torch.Tensor, keys: torch.Tensor) -> None:
-    """What both kernels read without looking."""
+    """Check what both kernels read without looking."""
     assert query.dtype == latents.dtype == torch.bfloat16
     assert keys.dtype == torch.int32
     assert all(one.is_contiguous() for one in (query, latents, keys))

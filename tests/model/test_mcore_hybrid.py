@@ -93,7 +93,7 @@ def test_a_model_is_refused_on_every_pipeline_stage() -> None:
 
 
 def test_upstreams_own_spec_is_taken() -> None:
-    """That of TransformerEngine, which is not installed: nothing is built."""
+    """The stack is TransformerEngine's, which is not installed: nothing is built."""
     tree = with_prefix_tree(hybrid_stack_spec)
     assert issubclass(tree.module, HybridStack)
     assert tree.module.__name__ == "HybridStack"

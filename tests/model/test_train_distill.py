@@ -248,7 +248,7 @@ def test_every_step_from_a_second_model_is_the_stock_models_step(tmp_path: Path,
 
 @pytest.mark.parametrize("pattern", [None, pytest.param("MG*", marks=needs_states)])
 def test_a_second_model_reads_trees_in_chunks(tmp_path: Path, pattern: str | None) -> None:
-    """Of attention, and of recurrent layers, whose states it hands on by itself."""
+    """The teacher has attention, or recurrent layers, whose states it hands on by itself."""
     job, held_out = write_job(tmp_path), write_rows(tmp_path / "held_out.jsonl", rows(seed=1))
     model = {} if pattern is None else {"hybrid_layer_pattern": f"'{pattern}'", "transformer": STATES}
     settings = [*from_model(recipe_of_teacher(tmp_path, job, **model)), "train_iters=2", f"validation.path={held_out}"]

@@ -173,7 +173,7 @@ class GroupedLinear(torch.nn.Module):
         """Called when a state is loaded."""
 
     def get_extra_state(self) -> torch.Tensor:
-        """What TransformerEngine saves of a layer without FP8; Megatron-Core asks for it by name."""
+        """Return what TransformerEngine saves of a layer without FP8; Megatron-Core asks for it by name."""
         return torch.empty(0, dtype=torch.uint8)
 
     def set_extra_state(self, state: torch.Tensor | None) -> None:

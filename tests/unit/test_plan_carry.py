@@ -252,7 +252,7 @@ def test_a_sample_above_the_budget_is_carried() -> None:
 
 
 def test_one_path_is_held_at_once() -> None:
-    """Of four long answers to a prompt, and a run ahead, all others have left or have not come yet."""
+    """A prompt has four long answers and a run ahead; all others have left or have not come yet."""
     answers = [Sample(tokens=[*range(10), *[100 + at] * 90]) for at in range(4)]
     plan = plan_step(answers, max_tokens=20, over_budget="carry")
     (rank,) = plan.carrying or ()
