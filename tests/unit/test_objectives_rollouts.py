@@ -94,7 +94,7 @@ OF_SEQUENCES = [
 )
 @given(shape=shapes, seed=st.integers(0, 99), normalise=st.sampled_from(list(SAME)))
 def test_a_sequence_is_the_same_whether_turns_are_samples(name, options, level, normalise, shape, seed):
-    """Complete rollouts have rewards of turns, too: a turn is then a run of scored tokens."""
+    """The rollouts are complete, too: a turn is then a run of scored tokens."""
     check_turns(name, options | {"ratio_level": level}, normalise, shape, seed)
 
 

@@ -15,7 +15,7 @@ VENDOR = "mcore_prefix_tree"
 if os.getenv("VERL_ENGINE_VENDOR") == VENDOR:
     logger = logging.getLogger(__name__)
     try:
-        from mcore_prefix_tree.integrations.verl import engine  # noqa: F401
+        from mcore_prefix_tree.integrations.verl import engine
     except Exception as error:
         # verl would hide the error and take its own engine.
         logger.error(
@@ -24,6 +24,6 @@ if os.getenv("VERL_ENGINE_VENDOR") == VENDOR:
         raise
     if find_spec("transfer_queue") is not None:  # no V1 trainer runs without it
         try:
-            from mcore_prefix_tree.integrations.verl import trainers  # noqa: F401
+            from mcore_prefix_tree.integrations.verl import trainers
         except Exception as error:
             logger.error("the trainers that keep groups together cannot be registered: %r", error)
