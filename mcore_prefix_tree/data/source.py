@@ -8,18 +8,17 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
-
-import numpy as np
+from typing import TypeVar
 
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.files import resolve_paths
 from mcore_prefix_tree.data.fingerprint import check_same_samples
 from mcore_prefix_tree.data.grouping import whole_groups, with_later_turns
 from mcore_prefix_tree.data.jsonl import STDIN
+from mcore_prefix_tree.data.on_disk import map_objects, write_object
 from mcore_prefix_tree.data.read import iter_sample_groups
 from mcore_prefix_tree.data.records import LineOptions
 from mcore_prefix_tree.data.skipped import Skipped
@@ -32,7 +31,7 @@ from mcore_prefix_tree.utils.ranks import ALONE, Ranks
 
 T = TypeVar("T")
 _CHECKED_AT_ONCE = 64
-_ALIGNED = 64
+_ARRAYS, _HEAD = "arrays", "head"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +220,8 @@ def once_per_node(action: Callable[[], T], ranks: Ranks, files: object) -> T:
                 result = action()
                 if hosts.count(hosts[first]) > 1:
                     room = stack.enter_context(TemporaryDirectory(prefix="mcore_prefix_tree-"))
-                    _write_arrays(result, Path(room))
+                    with (Path(room) / _ARRAYS).open("wb") as stream:
+                        (Path(room) / _HEAD).write_bytes(pickle.dumps(write_object(result, stream)))
                     folder = room
             except (ValueError, OSError, MemoryError) as error:
                 failure = error if result is None else None  # otherwise the disk is full
@@ -230,29 +230,10 @@ def once_per_node(action: Callable[[], T], ranks: Ranks, files: object) -> T:
             if fault is not None:
                 raise fault
         if ranks.rank != first and told[first][0] is not None:
-            with suppress(OSError):
-                result = _map_arrays(Path(str(told[first][0])))
+            room = str(told[first][0])
+            with suppress(OSError), (Path(room) / _ARRAYS).open("rb") as stream:
+                (result,) = map_objects([pickle.loads((Path(room) / _HEAD).read_bytes())], stream)
         if result is None:
             result = action()
         ranks.gather(None)  # all have opened it
     return result
-
-
-def _write_arrays(result: object, folder: Path) -> None:
-    arrays: list[pickle.PickleBuffer] = []
-    head = pickle.dumps(result, protocol=5, buffer_callback=arrays.append)
-    sizes = [one.raw().nbytes for one in arrays]
-    with (folder / "arrays").open("wb") as stream:
-        for one, size in zip(arrays, sizes, strict=True):
-            stream.write(one.raw())
-            stream.write(b"\0" * (-size % _ALIGNED))
-    (folder / "head").write_bytes(pickle.dumps((head, sizes)))
-
-
-def _map_arrays(folder: Path) -> T:  # type: ignore[type-var]
-    """Return what :func:`_write_arrays` wrote, with read-only arrays."""
-    head, sizes = pickle.loads((folder / "head").read_bytes())
-    mapped: Any = memoryview(np.memmap(folder / "arrays", np.uint8, "r").data if sum(sizes) else b"")
-    starts = accumulate((size + -size % _ALIGNED for size in sizes), initial=0)
-    found: T = pickle.loads(head, buffers=[mapped[start : start + size] for start, size in zip(starts, sizes)])  # noqa: B905
-    return found
