@@ -15,8 +15,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, create_model
 
-from mcore_prefix_tree.data.json_fields import ChatError, check_once, shorten_json
-from mcore_prefix_tree.data.keys import mapping_beside, shown, suggest_fields
+from mcore_prefix_tree.data.json_fields import ChatError, check_once, fault_of, shorten_json
+from mcore_prefix_tree.data.keys import has_entries, shown, suggest_fields
 from mcore_prefix_tree.data.stopping import STOP_KEYS, STOP_LISTS, STOP_NAMES, read_cut, read_cuts
 from mcore_prefix_tree.data.token_rows import TOKEN_FIELDS, TOKEN_MARKS, read_token_row
 from mcore_prefix_tree.sample import MIN_TEMPERATURE, SampleError, Tempered
@@ -280,9 +280,9 @@ def _is_assistant(message: Any) -> bool:
     return isinstance(message, dict) and message.get("role") == "assistant"
 
 
-def _check_merge_key(value: Any) -> Any:
+def _check_key(value: Any) -> Any:
     if not isinstance(value, (str, int, float, type(None))) or (isinstance(value, float) and not math.isfinite(value)):
-        raise ValueError("must be a string, a finite number, a boolean or null")
+        raise ValueError("must be a string, a finite number or a boolean")
     return value
 
 
@@ -293,12 +293,18 @@ def _check_temperature(value: Any) -> Any:
     return value
 
 
+_Key = Annotated[Any, BeforeValidator(_check_key)]
+
+
 class Record(BaseModel):
     """Keys of all formats, in addition to those of :class:`~mcore_prefix_tree.signals.Signals`."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    merge_key: Annotated[Any, BeforeValidator(_check_merge_key)] = None
+    merge_key: _Key = None
+    group: _Key = None
+    rollout: _Key = None
+    pair: _Key = None
     temperature: Annotated[Any, BeforeValidator(_check_temperature)] = None
     exclude: Any = None
 
@@ -317,7 +323,7 @@ class Format:
     def __init__(
         self, examples: Callable[[Row, str], list[Example]], keys: Sequence[str], refused: Mapping[str, str] = _REFUSED
     ) -> None:
-        own: dict[str, Any] = dict.fromkeys((*SIGNALS, *keys), (Any, None))
+        own: Any = {name: (Any, None) for name in (*SIGNALS, *keys) if name not in Record.model_fields}
         self.record: type[Record] = create_model("Record", __base__=Record, **own)
         self.examples, self.refused = examples, refused
 
@@ -347,7 +353,13 @@ _LAST = frozenset((*TOKEN_FIELDS, *STOP_KEYS, *STOP_LISTS))
 FIELDS = tuple(
     sorted(
         dict.fromkeys(
-            ["tokens", "loss_mask", *FORMATS, *(name for one in FORMATS.values() for name in one.record.model_fields)]
+            [
+                "tokens",
+                "loss_mask",
+                *FORMATS,
+                *SIGNALS,
+                *(name for one in FORMATS.values() for name in one.record.model_fields),
+            ]
         ),
         key=lambda name: (name in _LAST, name in SIGNALS),
     )
@@ -362,19 +374,16 @@ def make_examples(row: Row, source: str, mark: str) -> tuple[Hashable, list[Exam
     one = FORMATS[mark]
     try:
         for name, why in one.refused.items():
-            value = row.get(name)
-            if value is not None and (len(value) if hasattr(value, "__len__") else value):
+            if has_entries(row.get(name)):
                 raise ChatError(f"field '{name}' is not supported with '{mark}': {why}")
         if mark not in TOKEN_MARKS:
             if "loss_mask" in row:
                 raise ChatError(f"field 'loss_mask' goes with 'tokens'; with '{mark}' it follows from the answers")
             read_cut({name: row[name] for name in STOP_NAMES if name in row})
-        try:
-            record = one.record.model_validate(row)
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise ChatError(f"field '{first['loc'][0]}' {first['msg'].removeprefix('Value error, ')}") from None
+        record = one.record.model_validate(row)
         return record.tempered_key, one.examples(dict(record), source)
+    except ValidationError as error:
+        raise SampleError(f"{source}: {fault_of(error)}") from None
     except ChatError as error:
         raise SampleError(f"{source}: {error}") from error
 
@@ -415,8 +424,9 @@ def find_mark(row: Row, source: str, names: Mapping[str, str | None]) -> str:
     if len(found) == 1:
         (mark,) = found
         if mark not in TOKEN_MARKS and isinstance(row[mark], list) and row[mark] and isinstance(row[mark][0], int):
-            way_out = f"add {shown(mapping_beside(mark, row, FIELDS))} to data.fields"
-            raise SampleError(f"{source}: field '{mark}' holds token ids; {way_out}")
+            beside: dict[str, str | None] = {**suggest_fields([*row, "completion_ids"], FIELDS)}
+            beside |= {"response_tokens": mark} if "response_tokens" in beside else {mark: None}
+            raise SampleError(f"{source}: field '{mark}' holds token ids; add {shown(beside)} to data.fields")
         return mark
     if found:
         raise SampleError(

@@ -127,22 +127,11 @@ def suggest_fields(names: Iterable[str], known: Collection[str]) -> dict[str, st
             found.setdefault(meant, name)
     if found.get("response_tokens") == "token_ids" and not found.keys() & {"tokens", "prompt_tokens"}:
         found["tokens"] = "token_ids"
+    surplus = {"prompt_tokens", "response_tokens"} if "tokens" in found else set[str]()
     if found.keys() >= {"prompt_tokens", "response_tokens"}:
         surplus = {"tokens", "response_length"}
-    elif "tokens" in found:
-        surplus = {"prompt_tokens", "response_tokens"}
-    else:
-        surplus = set()
     mapping = {meant: name for meant, name in found.items() if meant not in surplus}
     return mapping if mapping.keys() & set(TOKEN_MARKS) else {}
-
-
-def mapping_beside(mark: str, names: Iterable[str], known: Collection[str]) -> dict[str, str | None]:
-    """Return :func:`suggest_fields` for a record whose field of completions holds ids of the response."""
-    mapping: dict[str, str | None] = {**suggest_fields([*names, "completion_ids"], known)}
-    if "response_tokens" in mapping:
-        return mapping | {"response_tokens": mark}
-    return mapping | {mark: None}
 
 
 def shown(mapping: Mapping[str, str | None]) -> str:
@@ -158,25 +147,23 @@ def fault_of_unread(
     for name, value in row.items():
         if name in read:
             continue
+        meant, fault = meaning(name, of_tokens=of_tokens), None
+        if meant is not None and (meant in given or meant in row):
+            meant = None  # it repeats a field that is read
         # How much all of the record counts.
         is_switch = isinstance(value, (int, float)) and _is(name, _WEIGHTS) if of_tokens else _is(name, _SWITCHES)
         if is_switch and not isinstance(value, str):
             if hasattr(value, "__len__") or value != (0 if _is(name, _OFF) else 1):
                 way_out = "multiply 'loss_mask' by it" if of_tokens else "give it to each assistant message as 'weight'"
-                return (
+                fault = (
                     f"field '{name}' of the record is not read, though it says how much the record is trained on; "
                     f"{way_out}, mark what must not count with 'exclude', or leave it unread: "
                     f"data.fields={shown({name: None})}"
                 )
-            continue
-        meant = meaning(name, of_tokens=of_tokens)
-        if meant is not None and (meant in given or meant in row):
-            meant = None  # it repeats a field that is read
-        if of_tokens:
+        elif of_tokens:
             fault = _fault_of_tokens(name, value, row, given, meant, has_mask=has_mask)
-        else:
-            has_content = bool(len(value) if hasattr(value, "__len__") else value) and value != "[]"
-            fault = _fault_of_name(name, meant) if meant is not None and has_content else None
+        elif meant is not None and has_entries(value) and value != "[]":
+            fault = _fault_of_name(name, meant)
         if fault is not None:
             return fault
     return None
@@ -204,8 +191,8 @@ def _fault_of_tokens(
     if meant in (None, "tokens", "prompt_tokens", "response_tokens") or (meant == "response_length" and has_mask):
         return None
     if meant != "response_length":
-        has_entries = len(value) and not isinstance(value[0], str) if isinstance(value, (list, np.ndarray)) else False
-        if not (has_entries or isinstance(value, dict)):
+        has_numbers = isinstance(value, (list, np.ndarray)) and has_entries(value) and not isinstance(value[0], str)
+        if not (has_numbers or isinstance(value, dict)):
             return None
         if plain(name) == "prompt_mask" and "prompt_tokens" in row:  # nothing of the prompt is scored
             if len(np.unique(np.asarray(value, dtype=object).astype(str))) == 1:  # and it has no padding
@@ -218,6 +205,11 @@ def _fault_of_tokens(
             "each token of prompt and response"
         )
     return _fault_of_name(name, meant)
+
+
+def has_entries(value: Any) -> bool:
+    """Return whether a value is neither empty nor null, false or zero."""
+    return bool(len(value) if hasattr(value, "__len__") else value)
 
 
 def _fault_of_prompt(name: str, way_out: str, ours: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
@@ -19,19 +18,12 @@ from mcore_prefix_tree.utils.ranks import is_first_rank
 logger = logging.getLogger(__name__)
 
 _NAMES = tuple(field.name for field in fields(Signals))
-_IDS = ("group", "rollout", "pair")
 _ROWS, _OF_OWN_TOKENS = {"token_ids", "logprobs"}, {"tokens", "realised", "tokenizer"}
 
 
 def signals_of_tokens(row: Mapping[str, Any]) -> Signals | None:
     """Return the signals of a record with ``tokens``, None if it has none; ``Sample`` checks the values."""
     given: dict[str, Any] = {name: row[name] for name in _NAMES if row.get(name) is not None}
-    for name in _IDS:
-        value = given.get(name)
-        if not isinstance(value, (str, int, float, type(None))) or (
-            isinstance(value, float) and not math.isfinite(value)
-        ):
-            raise ChatError(f"field '{name}' must be a string, a finite number or a boolean")
     readers = {"teacher": _teacher, "sampling_mask": _sampling_mask, "routed_experts": unpack_routes}
     given |= {name: read(given[name]) for name, read in readers.items() if name in given}
     return Signals(**given) if given else None
@@ -88,9 +80,8 @@ def signals_of_conversation(row: Mapping[str, Any]) -> Signals | None:
     return signals_of_tokens(row)
 
 
-def signals_of_turns(row: Mapping[str, Any], source: str, turns: int) -> list[Signals]:
+def signals_of_turns(signals: Signals, source: str, turns: int) -> list[Signals]:
     """Return the signals of each turn of a conversation, parts of one rollout from 0 or the record's ``turn`` on."""
-    signals = signals_of_conversation(row) or Signals()
     check_turn(signals.turn, source)
     first = signals.turn or 0
     if signals.turn is None and isinstance(signals.reward, (list, np.ndarray)) and len(signals.reward) != turns:

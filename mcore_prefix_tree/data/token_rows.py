@@ -44,7 +44,10 @@ def read_token_row(row: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
         ChatError: a field is malformed or contradicts another; names both.
     """
     if not row.keys() & {"response_tokens", *TOKEN_FIELDS}:
-        return row["tokens"], row.get("loss_mask"), {}
+        mask = row.get("loss_mask")
+        if not isinstance(mask, list | np.ndarray | None):
+            raise ChatError("field 'loss_mask' must be a flat list of numbers")
+        return _ids(row, "tokens"), mask, {}
     if "response_tokens" in row:
         if "response_length" in row:
             raise ChatError("fields 'response_tokens' and 'response_length' are both given; give one of them")
@@ -162,14 +165,17 @@ def unpack_routes(value: Any) -> Any:
 
 
 def _ids(row: Mapping[str, Any], name: str) -> Any:
-    """Return a list or array of ids; the range is checked later."""
-    value = row[name]
-    if isinstance(value, np.ndarray):
-        flat = value.ndim == 1 and (value.dtype.kind in "iu" or not len(value))
-    else:
-        flat = isinstance(value, list) and set(map(type, value)) <= {int}
-    if not flat:
-        raise ChatError(f"field '{name}' must be a flat list of integers")
+    """Return a list or array of ids; ``Sample`` checks their range, once padding is removed."""
+    value, bad = row[name], ""
+    if isinstance(value, list) and not set(map(type, value)) <= {int}:
+        at = next(at for at, one in enumerate(value) if type(one) is not int)
+        bad = f", but index {at} is {shorten_json(value[at])}"
+    elif isinstance(value, np.ndarray) and (value.ndim != 1 or (len(value) and value.dtype.kind not in "iu")):
+        bad = f", not of {value.dtype} {list(value.shape)}"
+    elif not isinstance(value, list | np.ndarray):
+        bad = f", not {shorten_json(value)}"
+    if bad:
+        raise ChatError(f"field '{name}' must be a flat list of integers{bad}")
     return value
 
 

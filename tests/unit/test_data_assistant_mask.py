@@ -405,7 +405,7 @@ def test_number_weighs_the_tokens_of_a_turn(made, read, key):
 def test_switches_that_contradict_each_other_are_named(shown, keys):
     with pytest.raises(SampleError) as caught:
         shown("chatml", [user("a"), said("b", **keys)])
-    assert all(f"'{key}'" in str(caught.value) or f".{key}'" in str(caught.value) for key in keys)
+    assert all(key in str(caught.value) for key in keys)
 
 
 def test_switches_that_agree_are_one(shown):

@@ -207,7 +207,7 @@ BAD_LINES = {
     "nan": ('{"tokens": [1, NaN]}', "field 'tokens' must be a flat list of integers, but index 1 is NaN"),
     "negative": ('{"tokens": [1, 2, -3]}', "field 'tokens' has -3 at index 2; token ids are 0 to 2147483647"),
     "int32": ('{"tokens": [2147483648]}', "field 'tokens' has 2147483648 at index 0"),
-    "huge": ('{"tokens": [1, ' + "9" * 60 + "]}", f"field 'tokens' has {'9' * 37}... at index 1"),
+    "huge": ('{"tokens": [1, ' + "9" * 60 + "]}", "field 'tokens' must be a flat list of integers"),
     "vocabulary": ('{"tokens": [1, 100]}', "field 'tokens' has 100 at index 1, outside the model's vocabulary of 100"),
     "too long": ('{"tokens": [1,2,3,4,5,6,7,8,9]}', "the sample has 9 tokens, but batch.max_tokens is 8"),
     "mask length": ('{"tokens": [1, 2], "loss_mask": [1]}', "field 'loss_mask' has 1 entries but 'tokens' has 2"),
@@ -236,7 +236,7 @@ BAD_LINES = {
     "key infinite": ('{"tokens": [1], "merge_key": Infinity}', "field 'merge_key' must be a string, a finite number"),
     "tools": ('{"messages": [{"role": "assistant", "content": "a"}], "tools": 3}', "field 'tools' must be a list"),
     "chat mask": ('{"messages": [], "loss_mask": []}', "field 'loss_mask' goes with 'tokens'"),
-    "chat role": ('{"messages": [{"role": "bot", "content": ""}]}', "field 'messages[0].role' is \"bot\""),
+    "chat role": ('{"messages": [{"role": "bot", "content": ""}]}', "field 'messages[0].role' must be 'system', "),
     "chat format": (
         '{"messages": [{"role": "assistant", "content": "unspeakable"}]}',
         "field 'messages' does not fit",

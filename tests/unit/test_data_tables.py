@@ -217,7 +217,7 @@ BAD = [
     ({"tokens": [1, 2], "loss_mask": [1.0]}, "field 'loss_mask' has 1 entries but 'tokens' has 2"),
     ({"tokens": [1, 2], "loss_mask": [1.0, None]}, "field 'loss_mask' has nan at index 1"),
     ({"tokens": [1], "loss_mask": "1"}, "field 'loss_mask' must be a flat list of numbers"),
-    ({"tokens": [1], "merge_key": b"a"}, "field 'merge_key' must be a string, a finite number, a boolean or null"),
+    ({"tokens": [1], "merge_key": b"a"}, "field 'merge_key' must be a string, a finite number or a boolean"),
     ({"tokens": [1], "merge_key": [1]}, "field 'merge_key' must be a string"),
     ({"tokens": [1], "temperature": "hot"}, "field 'temperature' is \"hot\"; it must be a number of at least 0.001"),
     ({"tokens": [1], "group": b"a"}, "field 'group' must be a string, a finite number or a boolean"),
@@ -232,8 +232,11 @@ BAD = [
     ({"tokens": None, "messages": None}, "has none of the fields 'tokens', 'messages'"),
     ({"tokens": [1], "messages": CHAT}, "has the fields 'tokens' and 'messages'"),
     ({"messages": "hi"}, "field 'messages' must be a list of at least one chat message"),
-    ({"messages": [{"role": b"x", "content": "a"}]}, "field 'messages[0].role' is"),
-    ({"messages": [{"role": "user", "content": b"a"}]}, "field 'messages[0].content' must be a string, not bytes"),
+    ({"messages": [{"role": b"x", "content": "a"}]}, "field 'messages[0].role' must be"),
+    (
+        {"messages": [{"role": "user", "content": b"a"}]},
+        "field 'messages[0].content' must be a valid string, not \"b'a'\"",
+    ),
     (
         {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"b": b"x"}}]}]},
         "field 'messages[0].tool_calls[0].arguments' cannot be written as JSON",
