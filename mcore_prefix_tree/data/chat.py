@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from mcore_prefix_tree.data.json_fields import ChatError
 from mcore_prefix_tree.data.messages import ChatMessage, Tool
+from mcore_prefix_tree.data.text_parts import common_length
 from mcore_prefix_tree.utils.inputs import local_path
 from mcore_prefix_tree.utils.versions import install_command
 
@@ -108,8 +109,7 @@ class ChatTokenizer(Protocol):
 
 def continuation(prompt: Sequence[int], whole: Sequence[int], *, ended: bool = True) -> EncodedTurn:
     """Return ``whole`` as a turn after ``prompt``, by TRL's ``common_prefix_length``: tokens may merge there."""
-    pairs = enumerate(zip(prompt, whole, strict=False))
-    start = next((place for place, (one, other) in pairs if one != other), min(len(prompt), len(whole)))
+    start = common_length(prompt, whole)
     if not whole or (ended and start == len(whole)):
         raise ChatError("the completion adds no token to the prompt; remove the record")
     return EncodedTurn(tokens=np.array(whole, dtype=np.int32), start=start)

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from mcore_prefix_tree.data.json_fields import ChatError
+from mcore_prefix_tree.data.text_parts import common_length
 from mcore_prefix_tree.utils.ranks import is_first_rank
 
 logger = logging.getLogger(__name__)
@@ -212,10 +213,7 @@ class TurnEnds:
         start = self._tail(answer, 0, stops | self._added)
         ending = answer[start:]
         behind = later[len(later) - later[::-1].index(answer[start - 1]) :] if answer[start - 1] in later else []
-        kept = 0
-        while kept < min(len(ending), len(behind)) and ending[kept] == behind[kept]:
-            kept += 1
-        for tokens in (ending[:kept], ending):
+        for tokens in (ending[: common_length(ending, behind)], ending):
             known = [at for at, token in enumerate(tokens) if token in stops]
             added = [at for at, token in enumerate(tokens) if token in self._added]
             if known or added:

@@ -10,20 +10,19 @@ import json
 import math
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, create_model
 
 from mcore_prefix_tree.data.json_fields import ChatError, check_once, fault_of, shorten_json
 from mcore_prefix_tree.data.keys import has_entries, shown, suggest_fields
-from mcore_prefix_tree.data.stopping import STOP_KEYS, STOP_LISTS, STOP_NAMES, read_cut, read_cuts
-from mcore_prefix_tree.data.token_rows import TOKEN_FIELDS, TOKEN_MARKS, read_token_row
+from mcore_prefix_tree.data.stopping import STOP_KEYS, STOP_LISTS, STOP_NAMES, check_names, read_cut, read_cuts
+from mcore_prefix_tree.data.text_parts import common_length
+from mcore_prefix_tree.data.token_rows import SIGNALS, TOKEN_FIELDS, TOKEN_MARKS, read_token_row
 from mcore_prefix_tree.sample import MIN_TEMPERATURE, SampleError, Tempered
-from mcore_prefix_tree.signals import Signals
 
 Row = Mapping[str, Any]
-SIGNALS = tuple(one.name for one in fields(Signals))
 # Keys of all conversations and texts; a reason for the end of a generation is one value, or a list for several.
 _CHAT = ("tools", *STOP_KEYS)
 # Keys that are refused, with the way out.
@@ -107,8 +106,7 @@ def _sharegpt(row: Row, source: str) -> list[Example]:
 
 def _answer(row: Row, source: str) -> list[Example]:
     """An answer to a prompt."""
-    cut = read_cut({name: row.get(name) for name in STOP_KEYS})
-    return [Example(content=_continued(row, row.get("prompt"), row["completion"], "completion", cut=cut))]
+    return [Example(content=_continued(row, row.get("prompt"), row["completion"], "completion", cut=read_cut(row)))]
 
 
 def _answers(row: Row, source: str) -> list[Example]:
@@ -122,7 +120,7 @@ def _answers(row: Row, source: str) -> list[Example]:
     if rewards is not None and (not isinstance(rewards, list) or len(rewards) != len(many)):
         raise ChatError(f"field 'rewards' must be a list of {len(many)} numbers, one for each of '{name}'")
     group = source if row.get("group") is None else row["group"]
-    cuts = read_cuts({key: row.get(key) for key in (*STOP_KEYS, *STOP_LISTS)}, len(many), name)
+    cuts = read_cuts(row, len(many), name)
     return [
         Example(
             content=_continued(row, row.get("prompt"), one, f"{name}[{place}]", cut=cuts[place]),
@@ -159,8 +157,7 @@ def _sides(row: Row, source: str, prompt: Any, chosen: Any, rejected: Any) -> li
                 "apart; give 'prompt'"
             )
     pair = source if row.get("pair") is None else row["pair"]
-    stops = (*STOP_KEYS, *STOP_LISTS) if "rejected" in row else STOP_KEYS
-    cuts = read_cuts({key: row.get(key) for key in stops}, 2, "chosen and rejected")
+    cuts = read_cuts(row, 2, "chosen and rejected")
     sides = ("chosen", chosen, rejected, cuts[0]), ("rejected", rejected, chosen, cuts[1])
     return [
         Example(
@@ -188,8 +185,7 @@ def _with_system(row: Row, conversation: Conversation) -> Conversation:
             messages, names = [{"role": "system", "content": system}, *messages], ["system", *names]
         elif first.get("content") != system:
             raise ChatError(f"fields 'system' and '{names[0]}' are different system messages; give one of them")
-    cut = read_cut({name: row.get(name) for name in STOP_KEYS}, of_harness=True)
-    return replace(conversation, messages=messages, names=names, cut=cut)
+    return replace(conversation, messages=messages, names=names, cut=read_cut(row, of_harness=True))
 
 
 def _continued(
@@ -247,8 +243,7 @@ def _from_sharegpt(entry: Any, name: str) -> Any:
 
 def _count_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
     """Return the number of messages, or characters, that two completions begin with: TRL's implicit prompt."""
-    pairs = enumerate(zip(one, other, strict=False))
-    shared = next((place for place, (mine, theirs) in pairs if mine != theirs), min(len(one), len(other)))
+    shared = common_length(one, other)
     return shared - 1 if shared and one[shared - 1] == " " else shared
 
 
@@ -379,7 +374,7 @@ def make_examples(row: Row, source: str, mark: str) -> tuple[Hashable, list[Exam
         if mark not in TOKEN_MARKS:
             if "loss_mask" in row:
                 raise ChatError(f"field 'loss_mask' goes with 'tokens'; with '{mark}' it follows from the answers")
-            read_cut({name: row[name] for name in STOP_NAMES if name in row})
+            check_names(row, "")
         record = one.record.model_validate(row)
         return record.tempered_key, one.examples(dict(record), source)
     except ValidationError as error:

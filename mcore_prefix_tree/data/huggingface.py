@@ -20,7 +20,7 @@ from mcore_prefix_tree.data.chat_template import ChatTemplates, TurnEnds
 from mcore_prefix_tree.data.json_fields import ChatError
 from mcore_prefix_tree.data.messages import ChatMessage, Tool
 from mcore_prefix_tree.data.stopping import with_end
-from mcore_prefix_tree.data.text_parts import Triple, cut_texts
+from mcore_prefix_tree.data.text_parts import Triple, common_length, cut_texts
 from mcore_prefix_tree.data.turn_texts import TurnTexts
 from mcore_prefix_tree.sample import INT32_MAX
 from mcore_prefix_tree.utils.inputs import is_utf8
@@ -73,30 +73,31 @@ class HuggingFaceChatTokenizer:
     def encode_turns(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> list[EncodedTurn]:
         """See ``ChatTokenizer.encode_turns``."""
         texts = self._texts.of(messages, tools)
-        encoded = self._encode([one for text in texts for one in (text.prompt, text.answered)])
+        encoded = self._encode([one for text in texts for one in text])
         given, whole = encoded[::2], encoded[1::2]
+        indices = [index for index, message in enumerate(messages) if message.role == "assistant"]
         turns = []
-        for text, asked, tokens, later in zip(texts, given, whole, [*given[1:], None], strict=True):
+        for index, text, asked, tokens, later in zip(indices, texts, given, whole, [*given[1:], None], strict=True):
             if not _begins(tokens, asked) and text.answered.startswith(text.prompt):
                 # The tokenizer joins the prompt's last characters with the answer's first, as in two line breaks. The
                 # model was given the one and wrote the other.
                 behind = self._written_behind(asked.tolist(), text.answered[len(text.prompt) :], tokens.tolist())
                 if behind is None:
                     raise ChatError(
-                        f"field 'messages[{text.index}]' begins with characters that tokenizer '{self.name}' joins "
-                        "with its generation prompt, and cannot write apart from it; change how the chat template ends "
-                        "its prompt, for example without a space, or use another tokenizer"
+                        f"field 'messages[{index}]' begins with characters that tokenizer '{self.name}' joins with its "
+                        "generation prompt, and cannot write apart from it; change how the chat template ends its "
+                        "prompt, for example without a space, or use another tokenizer"
                     )
                 tokens = np.append(asked, np.array(behind, dtype=np.int32))
             if not _begins(tokens, asked):
                 way_out = "write it as the template does, or give the 'tokens' that the engine used"
-                if text.index and messages[text.index - 1].role == "assistant":
+                if index and messages[index - 1].role == "assistant":
                     way_out = "join it with the assistant message before it"
                 raise ChatError(
-                    f"field 'messages[{text.index}]' does not continue its generation prompt in the chat template of "
+                    f"field 'messages[{index}]' does not continue its generation prompt in the chat template of "
                     f"tokenizer '{self.name}'; {way_out}"
                 )
-            turns.append(self._turn(messages, text.index, tokens, len(asked), later))
+            turns.append(self._turn(messages, index, tokens, len(asked), later))
         return turns
 
     def _turn(
@@ -221,10 +222,7 @@ class HuggingFaceChatTokenizer:
         """Return the token ids of ``text`` as the model wrote it after a prompt, or None if the tokenizer has none."""
         if self._separator is not None and self._separator.match(text):
             return self._token_ids([text])[0]  # no token is put before an added one
-        kept = 0
-        while kept < min(len(prompt), len(joined)) and prompt[kept] == joined[kept]:
-            kept += 1
-        kept = max(kept - 1, 0)
+        kept = max(common_length(prompt, joined) - 1, 0)
         expected = self._ends.text(joined[kept:])
         for before in ("", next(iter(self._raw_ids), ""), "\n", ":"):
             ids, skipped = self._token_ids([before + text, before])

@@ -97,25 +97,26 @@ def plain(name: str) -> str:
 
 
 @lru_cache(maxsize=16384)
-def _is(name: str, pattern: str) -> bool:
+def is_named(name: str, pattern: str) -> bool:
+    """Return whether a pattern matches a name in one spelling."""
     return re.fullmatch(pattern, plain(name)) is not None
 
 
 def meaning(name: str, *, of_tokens: bool) -> str | None:
     """Return the field of ours that a name is known to mean in a row of token ids, or in another record; or None."""
     patterns = {} if name in _HARMLESS else _OF_TOKENS if of_tokens else _OF_CHATS
-    return next((ours for ours, pattern in patterns.items() if _is(name, pattern)), None)
+    return next((ours for ours, pattern in patterns.items() if is_named(name, pattern)), None)
 
 
 def is_known(name: str) -> bool:
     """Return whether a field of this name has a known meaning, though it is not read."""
     known = (_ASIDE, _SWITCHES, *_OF_TOKENS.values(), *_OF_CHATS.values())
-    return name not in _HARMLESS and any(_is(name, pattern) for pattern in known)
+    return name not in _HARMLESS and any(is_named(name, pattern) for pattern in known)
 
 
 def is_known_in_chats(name: str) -> bool:
     """Return whether a field of this name has a known meaning in a record that is no row of token ids."""
-    return any(_is(name, pattern) for pattern in (_SWITCHES, *_OF_CHATS.values()))
+    return any(is_named(name, pattern) for pattern in (_SWITCHES, *_OF_CHATS.values()))
 
 
 def suggest_fields(names: Iterable[str], known: Collection[str]) -> dict[str, str]:
@@ -151,9 +152,11 @@ def fault_of_unread(
         if meant is not None and (meant in given or meant in row):
             meant = None  # it repeats a field that is read
         # How much all of the record counts.
-        is_switch = isinstance(value, (int, float)) and _is(name, _WEIGHTS) if of_tokens else _is(name, _SWITCHES)
+        is_switch = (
+            isinstance(value, (int, float)) and is_named(name, _WEIGHTS) if of_tokens else is_named(name, _SWITCHES)
+        )
         if is_switch and not isinstance(value, str):
-            if hasattr(value, "__len__") or value != (0 if _is(name, _OFF) else 1):
+            if hasattr(value, "__len__") or value != (0 if is_named(name, _OFF) else 1):
                 way_out = "multiply 'loss_mask' by it" if of_tokens else "give it to each assistant message as 'weight'"
                 fault = (
                     f"field '{name}' of the record is not read, though it says how much the record is trained on; "
@@ -174,7 +177,7 @@ def _fault_of_tokens(
 ) -> str | None:
     """Return the fault of a field of a row of token ids, which could be ``meant`` as one of ours."""
     # Fields that say which tokens are the prompt's: without any mask, the prompt is scored.
-    if not has_mask and _is(name, _PROMPT_LENGTH) and "loss_mask" not in given:
+    if not has_mask and is_named(name, _PROMPT_LENGTH) and "loss_mask" not in given:
         way_out = "give 'response_length', the number of tokens behind the prompt, or 'loss_mask'"
         return _fault_of_prompt(name, way_out, "loss_mask")
     if not has_mask and meant in ("prompt_tokens", "response_tokens"):
@@ -197,7 +200,7 @@ def _fault_of_tokens(
         if plain(name) == "prompt_mask" and "prompt_tokens" in row:  # nothing of the prompt is scored
             if len(np.unique(np.asarray(value, dtype=object).astype(str))) == 1:  # and it has no padding
                 return None
-        elif meant in ("loss_mask", "labels") and row.keys() & {"loss_mask", "labels"} and not _is(name, _SCALES):
+        elif meant in ("loss_mask", "labels") and row.keys() & {"loss_mask", "labels"} and not is_named(name, _SCALES):
             return None
     if plain(name) == "prompt_mask":
         return (
@@ -228,7 +231,7 @@ def _fault_of_name(name: str, meant: str) -> str:
 
 def _has_several(name: str, value: Any, row: Mapping[str, Any]) -> bool:
     """Return whether a field of a row of token ids says that it is packed."""
-    if not _is(name, "|".join((_POSITIONS, _BORDERS, _LENGTHS, _NUMBERS))):
+    if not is_named(name, "|".join((_POSITIONS, _BORDERS, _LENGTHS, _NUMBERS))):
         return False
     try:
         values = np.asarray(value)
@@ -237,11 +240,11 @@ def _has_several(name: str, value: Any, row: Mapping[str, Any]) -> bool:
         return False
     if values.ndim != 1 or values.dtype.kind not in "iuf":
         return False
-    if _is(name, _BORDERS):
+    if is_named(name, _BORDERS):
         return len(np.unique(values)) > 2
-    if _is(name, _LENGTHS):
+    if is_named(name, _LENGTHS):
         return int(np.count_nonzero(values)) > 1
     if seen.shape != values.shape:
         return False
     values = values[seen]
-    return bool((np.diff(values) < 0).any() if _is(name, _POSITIONS) else len(np.unique(values)) > 1)
+    return bool((np.diff(values) < 0).any() if is_named(name, _POSITIONS) else len(np.unique(values)) > 1)

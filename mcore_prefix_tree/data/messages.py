@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from mcore_prefix_tree.data.json_fields import (
     read_json,
     shorten_json,
 )
-from mcore_prefix_tree.data.keys import plain
+from mcore_prefix_tree.data.keys import is_named
 from mcore_prefix_tree.data.stopping import STOP_KEYS, read_cut
 
 # Names of an assistant's thinking, in data and in chat templates.
@@ -40,34 +41,22 @@ SWITCHES = ("loss", "weight", "train")
 KEYS_OF_MESSAGES = frozenset(
     {"role", "content", "tool_calls", "tool_call_id", "name", *THINKING, *SWITCHES, *STOP_KEYS}
 )
-# Other keys that change what is trained on, with the way out.
-_WEIGHT, _ON, _OFF = "call it 'weight'", "call it 'loss'", "call it 'loss', with 0 for a message that is not trained on"
+# Patterns of other keys that change what is trained on, in one spelling, with the way out.
+_OFF = "call it 'loss', with 0 for a message that is not trained on"
 _REFUSED = {
     "function_call": "give it as tool_calls",
-    **dict.fromkeys(("train_detail", "training_detail"), "give 'tokens' with a 'loss_mask'"),
-    **dict.fromkeys(("loss_scale", "loss_weight", "message_weight", "token_weight", "turn_weight", "weights"), _WEIGHT),
-    **dict.fromkeys(
-        (
-            "loss_mask", "step_loss_mask", "is_train", "train_on_turn", "train_on_message", "trainable", "training",
-            "is_trainable", "trained", "trained_on", "do_train", "should_train", "learn", "learnable", "compute_loss",
-            "calculate_loss", "has_loss", "use_loss", "supervised", "supervise", "train_mask", "loss_flag",
-        ), _ON,
-    ),
-    **dict.fromkeys(
-        (
-            "masked", "is_masked", "mask", "ignore_loss", "no_loss", "skip_loss", "exclude_from_loss", "mask_loss",
-            "ignore", "ignored", "exclude", "excluded", "no_train", "skip_train", "skip_training", "mask_message",
-        ), _OFF,
-    ),
-}  # fmt: skip
-# Other names of what a message says, which few chat templates read, and the names that are read here.
-_SAID = {"refusal": "content"} | dict.fromkeys(
-    (
-        "analysis", "chain_of_thought", "reasoning_details", "reasoning_text", "thinking_blocks", "thinking_content",
-        "thought", "thoughts",
-    ),
-    "reasoning_content",
-)  # fmt: skip
+    "train(ing)?_detail": "give 'tokens' with a 'loss_mask'",
+    "(loss|message|token|turn)_weight|loss_scale|weights": "call it 'weight'",
+    "(step_)?loss_mask|train_mask|loss_flag|(compute|calculate|has|use)_loss|is_train|train_on_(turn|message)|supervised?|"
+    "(is_)?trainable|training|trained(_on)?|(do|should)_train|learn(able)?": "call it 'loss'",
+    "(is_)?masked|mask(_loss|_message)?|(ignore|no|skip)_loss|exclude_from_loss|ignored?|excluded?|no_train|"
+    "skip_train(ing)?": _OFF,
+}
+# Other names of what a message says, which few chat templates read, by the names that are read here.
+_SAID = {
+    "content": "refusal",
+    "reasoning_content": "analysis|chain_of_thought|reasoning_(details|text)|thinking_(blocks|content)|thoughts?",
+}
 _OF_CALLS = {"id", "type", "index", "function", "name", "arguments"}
 
 
@@ -147,13 +136,17 @@ class _Part(_Wire):
 _PARTS = TypeAdapter(list[_Part])
 
 
+def _way_out(key: str) -> str | None:
+    return next((way_out for pattern, way_out in _REFUSED.items() if is_named(key, pattern)), None)
+
+
 def _joined(value: Any) -> Any:
     """Return the text of a message, whose parts are joined as chat templates write them."""
     if not isinstance(value, list):
         return value
     parts = _PARTS.validate_python(value)
     for name, one in chain.from_iterable(part.unread.items() for part in parts):
-        if one is not None and (name in SWITCHES or plain(name) in _REFUSED):
+        if one is not None and (name in SWITCHES or _way_out(name)):
             raise ValueError(
                 f"has a part with '{name}', but a message is trained on as a whole; give it to the message, or give "
                 "'tokens' with a 'loss_mask'"
@@ -216,7 +209,7 @@ class ChatMessage(_Wire):
 def _check_said(others: Mapping[str, Any], *given: Mapping[str, Any]) -> None:
     """Raise ValueError for keys of an assistant's message that change what is trained on, or differ from each other."""
     for name, value in others.items():
-        way_out = _REFUSED.get(plain(name))
+        way_out = _way_out(name)
         if way_out is not None and not isinstance(value, str) and (value or way_out != _OFF):
             raise ValueError(f"has '{name}', which changes what is trained on, and is not read: {way_out}")
     for values in given:
@@ -286,8 +279,9 @@ def check_said(
 
     ``said`` has the keys of the message that are not read; thinking that ``has_thinking`` repeats may be left.
     """
-    for name, ours in _SAID.items():
-        if said.get(name) and not (has_thinking and ours != "content") and not is_read(name):
+    for name in filter(said.get, said):
+        ours = next((ours for ours, pattern in _SAID.items() if re.fullmatch(pattern, name)), None)
+        if ours is not None and not (has_thinking and ours != "content") and not is_read(name):
             raise ChatError(
                 f"field '{field}.{name}' is not read, so that the model would not be trained on it; call it '{ours}', "
                 "or remove it"

@@ -12,7 +12,6 @@ from mcore_prefix_tree.data.chat import ChatTokenizer, EncodedTurn
 from mcore_prefix_tree.data.fields import FieldNames
 from mcore_prefix_tree.data.formats import (
     READ,
-    SIGNALS,
     Conversation,
     Example,
     Text,
@@ -25,14 +24,15 @@ from mcore_prefix_tree.data.formats import (
 from mcore_prefix_tree.data.json_fields import ChatError
 from mcore_prefix_tree.data.keys import fault_of_unread
 from mcore_prefix_tree.data.messages import ChatMessage, parse_messages, parse_tools, unread_keys
-from mcore_prefix_tree.data.signal_fields import (
+from mcore_prefix_tree.data.skipped import Kind, Skipped
+from mcore_prefix_tree.data.token_rows import (
+    SIGNALS,
+    TOKEN_MARKS,
     signals_of_conversation,
     signals_of_tokens,
     signals_of_turns,
     warn_placeholder,
 )
-from mcore_prefix_tree.data.skipped import Kind, Skipped
-from mcore_prefix_tree.data.token_rows import TOKEN_MARKS
 from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.signals import Signals
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 # An added token, the text behind it, and the added token behind that; each may be empty at the border of a text.
 Triple = tuple[str, ...]
@@ -27,8 +28,8 @@ def cut_texts(texts: Sequence[str], separator: re.Pattern[str]) -> Iterator[tupl
         previous = text
 
 
-def common_length(one: str, other: str) -> int:
-    """Return the number of characters that two texts begin with."""
+def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return the number of characters that two texts begin with, or of entries that two lists begin with."""
     low, high = 0, min(len(one), len(other))
     if one[:high] == other[:high]:
         return high

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from mcore_prefix_tree.data.chat_template import CALLING, QUESTION, ChatTemplates, calling
 from mcore_prefix_tree.data.json_fields import ChatError
@@ -34,11 +34,9 @@ _MARKS = re.compile("([\U000f0000-\U000ffffd])")
 _FEW = 8
 
 
-@dataclass(frozen=True, kw_only=True)
-class TurnText:
-    """Text of the assistant turn at message ``index``: its prompt, and the rendered conversation up to its end."""
+class TurnText(NamedTuple):
+    """Text of an assistant turn: its prompt, and the rendered conversation up to its end."""
 
-    index: int
     prompt: str
     answered: str
 
@@ -111,7 +109,7 @@ class TurnTexts:
         if one.message.weight:
             self._check_written(one, answered)
         adapt = self._with_empty_thinking if answered.startswith(prompt) else _with_or_without_thinking
-        return TurnText(index=one.index, prompt=adapt(one, prompt, answered), answered=answered)
+        return TurnText(adapt(one, prompt, answered), answered)
 
     def _spliced(self, turns: Sequence[_Asked], roles: Sequence[str]) -> list[TurnText] | None:
         """Return the texts of the turns from renderings of a few messages; None if the template's text is not local."""
@@ -128,7 +126,7 @@ class TurnTexts:
             known, asked = asked, next((at for at in range(index - 1, -1, -1) if roles[at] != "assistant"), -1)
             near = _near(roles, known, index)
             text = self._turn(replace(one, history=[marked[at] for at in near]))
-            (prompt, given), (answered, written) = _unmarked(text.prompt), _unmarked(text.answered)
+            (prompt, given), (answered, written) = map(_unmarked, text)
             end = given.get(asked, -1)
             if written.get(asked, -1) != end or answered[: max(end, 0)] != prompt[: max(end, 0)]:
                 return None
@@ -140,7 +138,7 @@ class TurnTexts:
                 is_new = "user" in roles[known + 1 : asked + 1]
                 before = (whole[: places[known]] if is_new else before) + prompt[given[known] : end]
             end = max(end, 0)
-            texts.append(TurnText(index=index, prompt=before + prompt[end:], answered=before + answered[end:]))
+            texts.append(TurnText(before + prompt[end:], before + answered[end:]))
         return texts if texts[-1].answered == whole else None
 
     def _check_written(self, one: _Asked, answered: str) -> None:

@@ -65,7 +65,6 @@ FOREIGN = (
 )
 BAD = {
     "no list": ("hello", "field 'messages' must be a list of at least one chat message"),
-    "empty": ([], "field 'messages' must be a list of at least one chat message"),
     "text": (["hi"], "field 'messages[0]' must be an object with 'role' and 'content', not \"hi\""),
     "role": (
         [{"role": "bot", "content": "x"}],
@@ -94,10 +93,6 @@ BAD = {
         [assistant(tool_calls=["f()"])],
         "field 'messages[0].tool_calls[0]' must be an object with 'name' and 'arguments'",
     ),
-    "function no object": (
-        [assistant(tool_calls=[{"function": "f"}])],
-        "field 'messages[0].tool_calls[0]' must be an object with 'name' and 'arguments'",
-    ),
     "call name": (
         [assistant(tool_calls=[call(), call(name=3)])],
         "field 'messages[0].tool_calls[1].name' must be a valid string, not 3",
@@ -105,10 +100,6 @@ BAD = {
     "call arguments": (
         [assistant(tool_calls=[call(arguments=3)])],
         "field 'messages[0].tool_calls[0].arguments' must be an object or its JSON text, not 3",
-    ),
-    "call id": (
-        [assistant(tool_calls=[call(id=True)])],
-        "field 'messages[0].tool_calls[0].id' must be a valid string, not true",
     ),
     "call arguments that decode to no text": (
         [assistant(tool_calls=[call(arguments='{"a": "\\ud800"}')])],
@@ -154,14 +145,6 @@ BAD = {
         [assistant(content="hi", reasoning="a", thinking="b")],
         "field 'messages[0]' has reasoning and thinking, which contradict each other; give one of them",
     ),
-    "a user's thought": (
-        [{"role": "user", "content": "hi", "thinking": "b"}, assistant(content="hi")],
-        "field 'messages[0]' has 'thinking'" + FOREIGN,
-    ),
-    "a thought that is no text": (
-        [assistant(content="hi", reasoning={})],
-        "field 'messages[0].reasoning' must be a valid string, not {}",
-    ),
     "second result": (
         [assistant(tool_calls=[call()]), tool(), tool(name="f")],
         "field 'messages[2]' is a tool result, but no assistant message before it has an open call of 'f'",
@@ -173,10 +156,6 @@ BAD = {
     "result id": (
         [assistant(tool_calls=[call()]), tool(tool_call_id=1)],
         "field 'messages[1].tool_call_id' must be a valid string, not 1",
-    ),
-    "result name": (
-        [assistant(tool_calls=[call()]), tool(name=[])],
-        "field 'messages[1].name' must be a valid string, not []",
     ),
 }
 
