@@ -151,11 +151,8 @@ def fault_of_unread(
         meant, fault = meaning(name, of_tokens=of_tokens), None
         if meant is not None and (meant in given or meant in row):
             meant = None  # it repeats a field that is read
-        # How much all of the record counts.
-        is_switch = (
-            isinstance(value, (int, float)) and is_named(name, _WEIGHTS) if of_tokens else is_named(name, _SWITCHES)
-        )
-        if is_switch and not isinstance(value, str):
+        is_number = isinstance(value, (int, float)) or not (of_tokens or isinstance(value, str))
+        if is_number and is_named(name, _WEIGHTS if of_tokens else _SWITCHES):  # how much all of the record counts
             if hasattr(value, "__len__") or value != (0 if is_named(name, _OFF) else 1):
                 way_out = "multiply 'loss_mask' by it" if of_tokens else "give it to each assistant message as 'weight'"
                 fault = (
@@ -190,24 +187,29 @@ def _fault_of_tokens(
         )
     if _has_several(name, value, row):
         return f"field '{name}' says that the row holds several samples, one behind the other; give each its own row"
-    # Other names of fields of ours, unless the row has a mask already, or these tell nothing new.
-    if meant in (None, "tokens", "prompt_tokens", "response_tokens") or (meant == "response_length" and has_mask):
+    if meant is None or not _is_news(name, value, row, meant, has_mask=has_mask):
         return None
-    if meant != "response_length":
-        has_numbers = isinstance(value, (list, np.ndarray)) and has_entries(value) and not isinstance(value[0], str)
-        if not (has_numbers or isinstance(value, dict)):
-            return None
-        if plain(name) == "prompt_mask" and "prompt_tokens" in row:  # nothing of the prompt is scored
-            if len(np.unique(np.asarray(value, dtype=object).astype(str))) == 1:  # and it has no padding
-                return None
-        elif meant in ("loss_mask", "labels") and row.keys() & {"loss_mask", "labels"} and not is_named(name, _SCALES):
-            return None
     if plain(name) == "prompt_mask":
         return (
             "field 'prompt_mask' is not read; give the prompt without padding, and 'loss_mask' with an entry for "
             "each token of prompt and response"
         )
     return _fault_of_name(name, meant)
+
+
+def _is_news(name: str, value: Any, row: Mapping[str, Any], meant: str, *, has_mask: bool) -> bool:
+    """Return whether a field of a row of token ids that is ``meant`` as one of ours tells what no other field does."""
+    if meant in ("tokens", "prompt_tokens", "response_tokens"):
+        return False
+    if meant == "response_length":
+        return not has_mask
+    has_numbers = isinstance(value, (list, np.ndarray)) and has_entries(value) and not isinstance(value[0], str)
+    if not (has_numbers or isinstance(value, dict)):
+        return False
+    if plain(name) == "prompt_mask" and "prompt_tokens" in row:  # nothing of the prompt is scored, but it may be padded
+        return len(np.unique(np.asarray(value, dtype=object).astype(str))) > 1
+    is_mask = meant in ("loss_mask", "labels") and not is_named(name, _SCALES)
+    return not (is_mask and row.keys() & {"loss_mask", "labels"})
 
 
 def has_entries(value: Any) -> bool:
