@@ -49,9 +49,8 @@ def fault_of(error: ValueError, field: str = "") -> ChatError:
         field += "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in first["loc"])
         text = first["msg"].removeprefix("Value error, ").replace("Field required", "is missing")
         if text.startswith("Input should be "):
-            text = f"must be {text.removeprefix('Input should be ')}, not {shorten_json(first['input'])}".replace(
-                "valid tuple", "list"
-            )
+            wanted = text.removeprefix("Input should be ").replace("valid tuple", "list")
+            text = f"must be {wanted}, not {shorten_json(first['input'])}"
     return ChatError(f"field '{field.removeprefix('.')}' {text}")
 
 
