@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
 from mcore_prefix_tree.data.json_fields import ChatError, check_once, fault_of, shorten_json
 from mcore_prefix_tree.data.keys import has_entries, shown, suggest_fields
@@ -281,13 +280,6 @@ def _check_key(value: Any) -> Any:
     return value
 
 
-def _check_temperature(value: Any) -> Any:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if value is not None and not (is_number and MIN_TEMPERATURE <= value <= sys.float_info.max):
-        raise ValueError(f"is {shorten_json(value)}; it must be a number of at least {MIN_TEMPERATURE}")
-    return value
-
-
 _Key = Annotated[Any, BeforeValidator(_check_key)]
 
 
@@ -300,7 +292,7 @@ class Record(BaseModel):
     group: _Key = None
     rollout: _Key = None
     pair: _Key = None
-    temperature: Annotated[Any, BeforeValidator(_check_temperature)] = None
+    temperature: float | None = Field(None, strict=True, ge=MIN_TEMPERATURE, allow_inf_nan=False)
     exclude: Any = None
 
     @property

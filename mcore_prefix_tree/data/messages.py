@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
@@ -154,13 +153,14 @@ def _joined(value: Any) -> Any:
     return "".join(part.text for part in parts)
 
 
-def _number(value: Any) -> Any:
-    return float(value) if isinstance(value, bool) else value
+_number = BeforeValidator(lambda value: float(value) if isinstance(value, bool) else value)
+_Weight = Annotated[float, Field(ge=0, allow_inf_nan=False), _number]
 
 
 class ChatMessage(_Wire):
     """One message."""
 
+    model_config = ConfigDict(extra="forbid")
     role: Literal["system", "developer", "user", "assistant", "tool"]
     # Text of the message; empty for an assistant message that only calls tools.
     content: Annotated[Text, BeforeValidator(_joined)]
@@ -170,9 +170,7 @@ class ChatMessage(_Wire):
     # Thinking that an assistant message keeps apart from its content.
     thinking: Text = Field("", validation_alias=AliasChoices(*THINKING))
     # Weight of an assistant message's tokens in the loss; tokens with weight 0 are unscored.
-    weight: Annotated[float, Field(ge=0, le=sys.float_info.max), BeforeValidator(_number)] = Field(
-        1.0, validation_alias=AliasChoices(*SWITCHES)
-    )
+    weight: _Weight = Field(1.0, validation_alias=AliasChoices(*SWITCHES))
     is_cut: bool = False  # whether a limit or a text stopped the model, which did not write the turn's last token
     stopped_by: str = ""  # text that stopped the model; a turn that ends with this very token was not cut
     others: dict[str, Any] = Field(default_factory=dict)  # other keys, for chat templates that read them

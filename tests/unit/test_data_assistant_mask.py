@@ -448,7 +448,9 @@ def test_switch_under_another_name_is_refused(shown, key, value):
         [user("a"), said("b", **{key: value})],
         {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", key: value}]},
     ):
-        with pytest.raises(SampleError, match=rf"\[1\]' has '{key}', which changes .* is not read: call it '(loss|weight)'"):
+        with pytest.raises(
+            SampleError, match=rf"\[1\]' has '{key}', which changes .* is not read: call it '(loss|weight)'"
+        ):
             shown("chatml", record)
 
 

@@ -220,16 +220,25 @@ BAD_LINES = {
     "mask ragged": ('{"tokens": [1, 2], "loss_mask": [1, [2]]}', "field 'loss_mask' must be a flat list of numbers"),
     "temperature 0": (
         '{"tokens": [1], "temperature": 0}',
-        "field 'temperature' is 0; it must be a number of at least 0.001",
+        "field 'temperature' must be greater than or equal to 0.001, not 0",
     ),
-    "temperature text": ('{"tokens": [1], "temperature": "1"}', "field 'temperature' is \"1\"; it must be a number of"),
-    "temperature nan": ('{"tokens": [1], "temperature": NaN}', "field 'temperature' is NaN; it must be a number of"),
+    "temperature text": (
+        '{"tokens": [1], "temperature": "1"}',
+        "field 'temperature' must be a valid number, not \"1\"",
+    ),
+    "temperature nan": ('{"tokens": [1], "temperature": NaN}', "field 'temperature' must be a finite number, not NaN"),
     "temperature tiny": (
         '{"tokens": [1], "temperature": 1e-310}',
-        "field 'temperature' is 1e-310; it must be a number of",
+        "field 'temperature' must be greater than or equal to 0.001, not 1e-310",
     ),
-    "temperature boolean": ('{"tokens": [1], "temperature": true}', "field 'temperature' is true; it must be a number"),
-    "temperature huge": ('{"tokens": [1], "temperature": 1' + "0" * 400 + "}", "field 'temperature' is 1000"),
+    "temperature boolean": (
+        '{"tokens": [1], "temperature": true}',
+        "field 'temperature' must be a valid number, not true",
+    ),
+    "temperature huge": (
+        '{"tokens": [1], "temperature": 1' + "0" * 400 + "}",
+        "field 'temperature' must be a valid number, not 1000",
+    ),
     "key list": ('{"tokens": [1], "merge_key": [1]}', "field 'merge_key' must be a string, a finite number"),
     "key object": ('{"tokens": [1], "merge_key": {}}', "field 'merge_key' must be a string, a finite number"),
     "key nan": ('{"tokens": [1], "merge_key": NaN}', "field 'merge_key' must be a string, a finite number"),

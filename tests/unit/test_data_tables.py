@@ -219,7 +219,7 @@ BAD = [
     ({"tokens": [1], "loss_mask": "1"}, "field 'loss_mask' must be a flat list of numbers"),
     ({"tokens": [1], "merge_key": b"a"}, "field 'merge_key' must be a string, a finite number or a boolean"),
     ({"tokens": [1], "merge_key": [1]}, "field 'merge_key' must be a string"),
-    ({"tokens": [1], "temperature": "hot"}, "field 'temperature' is \"hot\"; it must be a number of at least 0.001"),
+    ({"tokens": [1], "temperature": "hot"}, "field 'temperature' must be a valid number, not \"hot\""),
     ({"tokens": [1], "group": b"a"}, "field 'group' must be a string, a finite number or a boolean"),
     ({"tokens": [1, 2], "old_logprobs": [0.0, None]}, "field 'old_logprobs' has nan at index 1"),
     ({"tokens": [1, 2], "old_logprobs": [False, True]}, "field 'old_logprobs' must be numbers, not true or false"),
