@@ -2,11 +2,8 @@
 
 from mcore_prefix_tree.data.chat import (
     DEFAULT_TOKENIZER,
-    ChatMessage,
     ChatTokenizer,
     EncodedTurn,
-    Tool,
-    ToolCall,
     check_tokenizer_named,
     load_tokenizer,
 )
@@ -14,7 +11,7 @@ from mcore_prefix_tree.data.fields import FieldNames
 from mcore_prefix_tree.data.files import resolve_paths
 from mcore_prefix_tree.data.fingerprint import check_same_samples
 from mcore_prefix_tree.data.json_fields import ChatError
-from mcore_prefix_tree.data.messages import parse_messages, parse_tools
+from mcore_prefix_tree.data.messages import ChatMessage, Tool, ToolCall, parse_messages, parse_tools
 from mcore_prefix_tree.data.read import iter_sample_groups, read_samples
 from mcore_prefix_tree.data.records import LineOptions
 from mcore_prefix_tree.data.skipped import Skipped

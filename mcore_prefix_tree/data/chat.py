@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from mcore_prefix_tree.data.json_fields import ChatError
+from mcore_prefix_tree.data.messages import ChatMessage, Tool
+from mcore_prefix_tree.data.text_parts import common_length
 from mcore_prefix_tree.utils.inputs import local_path
 from mcore_prefix_tree.utils.versions import install_command
 
@@ -43,52 +45,6 @@ class Vocabulary:
     bos: int | None = None  # id of the token that begins a text
     eos: int | None = None  # id of the token that ends a turn
     merges: Sequence[str] = ()  # pairs of pieces that byte-pair encoding joins, in order, unless the pieces tell
-
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ToolCall:
-    """One call the assistant made; ``id`` pairs it with its ``tool`` message, ``arguments`` is JSON or raw text."""
-
-    id: str
-    name: str
-    arguments: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tool:
-    """A function that the model could call, as OpenAI's ``definition`` with the record's keys, values and order."""
-
-    definition: dict[str, Any]
-
-    @property
-    def function(self) -> dict[str, Any]:
-        """``name`` and the record's other fields: mostly ``description`` and ``parameters``, a JSON schema."""
-        function: dict[str, Any] = self.definition["function"]
-        return function
-
-    @property
-    def name(self) -> str:
-        """Name of the function."""
-        return str(self.function["name"])
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatMessage:
-    """One message."""
-
-    role: str
-    content: str  # text of the message; empty for an assistant message that only calls tools
-    tool_calls: tuple[ToolCall, ...] = ()
-    tool_call_id: str | None = None  # of the call that a ``tool`` message answers; None if that call is raw text
-    name: str | None = None  # name of the function that answered, for a ``tool`` message, if the data names it
-    thinking: str = ""  # thinking that an assistant message keeps apart from its content
-    weight: float = 1.0  # weight of an assistant message's tokens in the loss; tokens with weight 0 are unscored
-    is_cut: bool = False  # whether a limit or a text stopped the model, which did not write the turn's last token
-    stopped_by: str = ""  # text that stopped the model; a turn that ends with this very token was not cut
-    others: Mapping[str, Any] = field(default_factory=dict)  # other keys, for chat templates that read them
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -153,8 +109,7 @@ class ChatTokenizer(Protocol):
 
 def continuation(prompt: Sequence[int], whole: Sequence[int], *, ended: bool = True) -> EncodedTurn:
     """Return ``whole`` as a turn after ``prompt``, by TRL's ``common_prefix_length``: tokens may merge there."""
-    pairs = enumerate(zip(prompt, whole, strict=False))
-    start = next((place for place, (one, other) in pairs if one != other), min(len(prompt), len(whole)))
+    start = common_length(prompt, whole)
     if not whole or (ended and start == len(whole)):
         raise ChatError("the completion adds no token to the prompt; remove the record")
     return EncodedTurn(tokens=np.array(whole, dtype=np.int32), start=start)

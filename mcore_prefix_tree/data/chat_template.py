@@ -18,6 +18,7 @@ import numpy.typing as npt
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from mcore_prefix_tree.data.json_fields import ChatError
+from mcore_prefix_tree.data.text_parts import common_length
 from mcore_prefix_tree.utils.ranks import is_first_rank
 
 logger = logging.getLogger(__name__)
@@ -58,8 +59,7 @@ class ChatTemplates:
             raise ValueError(f"chat_template_kwargs has '{name}', which is not a template variable; remove it")
         shown = _parse_date(variables.pop(_CLOCK, None))
         tokenizer.chat_template = {name: _with_clock(template, shown) for name, template in templates.items()}
-        self._tokenizer = tokenizer
-        self._folder = folder
+        self.tokenizer, self.folder = tokenizer, folder
         self._variables = variables
         # Keys of messages that no template names need not be given to one.
         self.words = frozenset(word for one in templates.values() for word in re.findall(r"\w+", one))
@@ -74,10 +74,10 @@ class ChatTemplates:
     ) -> str:
         """Return a conversation's text with further template variables ``switches``; raise ChatError if unsuitable."""
         try:
-            template = _compile_jinja_template(self._tokenizer.get_chat_template(None, tools))
+            template = _compile_jinja_template(self.tokenizer.get_chat_template(None, tools))
             # The variables that apply_chat_template gives a template.
             variables = {
-                **self._tokenizer.special_tokens_map,
+                **self.tokenizer.special_tokens_map,
                 **switches,
                 **self._variables,
                 "messages": messages,
@@ -89,9 +89,16 @@ class ChatTemplates:
         except _TEMPLATE_FAULTS as error:
             kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
             raise ChatError(
-                f"field 'messages' does not fit the chat template of tokenizer '{self._folder}': "
+                f"field 'messages' does not fit the chat template of tokenizer '{self.folder}': "
                 f"{kind}{' '.join(str(error).split())[:200]}"
             ) from error
+
+    def text_of(self, *messages: Mapping[str, Any]) -> str | None:
+        """Return the text of a conversation, or None if it does not suit the template."""
+        try:
+            return self.render(messages)
+        except ChatError:
+            return None
 
 
 def _read_templates(tokenizer: Any, folder: str) -> dict[str, str]:
@@ -151,10 +158,18 @@ def _refuse_unsteady(templates: dict[str, str], folder: str, *, has_date: bool) 
 # A conversation that every chat template takes.
 QUESTION: dict[str, Any] = {"role": "user", "content": "a"}
 _ANSWER = {"role": "assistant", "content": "b."}  # no letter: some tokens are not recognised next to one
-_CALL = {"id": "call00001", "type": "function", "function": {"name": "c", "arguments": {}}}
-CALLING: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 
-Messages = Sequence[Mapping[str, Any]]
+
+def calling(*calls: tuple[str, str, Any], content: str = "") -> dict[str, Any]:
+    """Return an assistant's message with calls, as id, name and arguments."""
+    shown = [
+        {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        for call_id, name, arguments in calls
+    ]
+    return {"role": "assistant", "content": content, "tool_calls": shown}
+
+
+CALLING = calling(("call00001", "c", {}))
 
 
 class TurnEnds:
@@ -165,34 +180,19 @@ class TurnEnds:
     an answer with no token, as GLM's does, the model stops with the token that opens the next message.
     """
 
-    def __init__(
-        self,
-        folder: str,
-        *,
-        eos: int | None,
-        special: frozenset[int],
-        added: frozenset[int],
-        encode: Callable[[Messages], list[int]],
-        decode: Callable[[Sequence[int] | npt.NDArray[np.int32]], str],
-    ) -> None:
-        """Read a tokenizer folder's generation config, if any, and render an answer; raise ValueError if malformed.
-
-        ``added`` has the ids of all added tokens, ``special`` those of control tokens among them; ``encode`` raises
-        ChatError.
-        """
-        self._folder, self._special, self._added = folder, special, added
-        self._encode, self._decode = encode, decode
-        self._declared = declared_stops(folder)
-        stops = {*self._declared, *(() if eos is None else (eos,))}
+    def __init__(self, templates: ChatTemplates, encode: Callable[[str], list[int]]) -> None:
+        """Read the generation config of the templates' folder, if any, and render an answer; raise ValueError."""
+        self._templates, self._encode = templates, encode
+        added = templates.tokenizer.added_tokens_decoder
+        self._added, self._special = frozenset(added), {token_id for token_id, one in added.items() if one.special}
+        self._declared = declared_stops(templates.folder)
+        stops = {*self._declared, templates.tokenizer.eos_token_id} - {None}
         # The tokens with which the template ends an answer, and the index of the one that stops the model.
         self._ending: list[int] = []
         self._at: int | None = None
-        self._is_ended = True
-        try:
-            answer, later = encode([QUESTION, _ANSWER]), encode([QUESTION, _ANSWER, QUESTION])
-        except ChatError:  # a template for other conversations
-            pass
-        else:
+        answer, later = self._ids(QUESTION, _ANSWER), self._ids(QUESTION, _ANSWER, QUESTION)
+        self._is_ended = answer is None or later is None  # a template for other conversations
+        if answer is not None and later is not None:
             self._ending, self._at = self._answer_end(answer, later, stops)
             self._is_ended = self._at is not None
             stops |= set() if self._at is None else {self._ending[self._at]}
@@ -200,15 +200,20 @@ class TurnEnds:
         self._openers: dict[str, int | None] = {}
         self._has_warned = False
 
+    def _ids(self, *messages: Mapping[str, Any]) -> list[int] | None:
+        text = self._templates.text_of(*messages)
+        return None if text is None else self._encode(text)
+
+    def text(self, ids: Sequence[int] | npt.NDArray[np.int32]) -> str:
+        """Return the text of token ids as they are."""
+        return str(self._templates.tokenizer.decode([int(one) for one in ids], clean_up_tokenization_spaces=False))
+
     def _answer_end(self, answer: list[int], later: list[int], stops: set[int]) -> tuple[list[int], int | None]:
         """Return the tokens that end an answer, which ``later`` may lack, and the index of the one that stops."""
         start = self._tail(answer, 0, stops | self._added)
         ending = answer[start:]
         behind = later[len(later) - later[::-1].index(answer[start - 1]) :] if answer[start - 1] in later else []
-        kept = 0
-        while kept < min(len(ending), len(behind)) and ending[kept] == behind[kept]:
-            kept += 1
-        for tokens in (ending[:kept], ending):
+        for tokens in (ending[: common_length(ending, behind)], ending):
             known = [at for at, token in enumerate(tokens) if token in stops]
             added = [at for at, token in enumerate(tokens) if token in self._added]
             if known or added:
@@ -248,31 +253,26 @@ class TurnEnds:
             logger.warning(
                 "tokenizer '%s': its chat template ends an assistant turn with no token, so that nothing trains the "
                 "model to stop; add the end-of-turn token to the template",
-                self._folder,
+                self._templates.folder,
             )
         self._has_warned = True
 
     def _tail(self, tokens: Sequence[int] | npt.NDArray[np.int32], start: int, controls: Collection[int]) -> int:
         """Return the index of the first of the control tokens and the whitespace that end a turn."""
         at = len(tokens)
-        while at > start and (tokens[at - 1] in controls or not self._decode(tokens[at - 1 : at]).strip()):
+        while at > start and (tokens[at - 1] in controls or not self.text(tokens[at - 1 : at]).strip()):
             at -= 1
         return at
 
     def _opener(self, role: str) -> int | None:
         if role not in self._openers:
-            message = {"role": role, "content": "d"}
-            turns: list[Mapping[str, Any]] = [CALLING, _ANSWER] if role == "tool" else [_ANSWER]
-            found = (self._behind(turn, message) for turn in turns)
-            self._openers[role] = next((token for token in found if token is not None), None)
+            found: list[int] = []
+            for turn in [CALLING, _ANSWER] if role == "tool" else [_ANSWER]:
+                before, after = self._ids(QUESTION, turn), self._ids(QUESTION, turn, {"role": role, "content": "d"})
+                if before is not None and after is not None and after[: len(before)] == before:
+                    found += after[len(before) :][:1]
+            self._openers[role] = next(iter(found), None)
         return self._openers[role]
-
-    def _behind(self, turn: Mapping[str, Any], message: Mapping[str, Any]) -> int | None:
-        try:
-            before, after = self._encode([QUESTION, turn]), self._encode([QUESTION, turn, message])
-        except ChatError:
-            return None
-        return after[len(before)] if after[: len(before)] == before and len(after) > len(before) else None
 
 
 def declared_stops(folder: str) -> frozenset[int]:

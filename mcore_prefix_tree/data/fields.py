@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from mcore_prefix_tree.data.formats import FIELDS, KNOWN
@@ -32,50 +33,42 @@ class FieldNames:
     def __post_init__(self) -> None:
         check_names(self.given)
 
-    @property
+    @cached_property
     def renamed(self) -> dict[str, str | None]:
-        """Our names by the file's, of the format and then of ``given``."""
-        table = dict(FORMATS_BY_NAME[self.format]) if self.format is not None else {}
-        return table | {theirs: mine for mine, theirs in self.given.items() if theirs is not None}
+        """Our names by the file's, those of ``given`` and then the format's."""
+        given = {theirs: mine for mine, theirs in self.given.items() if theirs is not None}
+        table = FORMATS_BY_NAME[self.format] if self.format is not None else {}
+        return {**given, **table, **given}
 
     def of_file(self, names: Iterable[str], source: str) -> dict[str, str]:
         """Return our names of those of a file's fields that are read or known; raise SampleError for one given twice.
 
         A field that only seems to be ours keeps its name, for an error.
         """
-        renamed, found = self.renamed, {}
+        found: dict[str, str] = {}
         for name in names:
-            mine = renamed.get(name, name)
+            mine = self.renamed.get(name, name)
             if mine is None or (name == mine and (name in self.given or not (name in KNOWN or is_known(name)))):
                 continue
-            found[name] = mine
-        if len(set(found.values())) < len(found):
-            twice = next(name for name in found if list(found.values()).count(found[name]) > 1)
-            others = [f"'{name}'" for name, mine in found.items() if mine == found[twice]]
-            raise SampleError(
-                f"{source}: fields {' and '.join(others)} are both read as '{found[twice]}'; name one in data.fields"
-            )
-        return found
+            if found.setdefault(mine, name) != name:
+                raise SampleError(
+                    f"{source}: fields '{found[mine]}' and '{name}' are both read as '{mine}'; name one in data.fields"
+                )
+        return {name: mine for mine, name in found.items()}
 
     def of_message(self, message: Any) -> Any:
         """Return a message with our names of its keys."""
-        renamed = self.renamed
-        if not renamed or not isinstance(message, dict) or not renamed.keys() & message.keys():
+        if not isinstance(message, dict) or not self.renamed.keys() & message.keys():
             return message
-        return {renamed.get(name) or name: value for name, value in message.items()}
+        return {self.renamed.get(name) or name: value for name, value in message.items()}
 
     def theirs(self, name: str) -> str:
         """Return the file's name of a field of ours."""
-        return self.given.get(name) or next(
-            (theirs for theirs, mine in (self.renamed.items() if self.format else ()) if mine == name), name
-        )
+        return next((theirs for theirs, mine in self.renamed.items() if mine == name), name)
 
     def files_of(self, read: Collection[str]) -> set[str]:
         """Return the file's names of fields of ours."""
-        renamed = self.renamed
-        return {name for name in read if name not in self.given} | {
-            theirs for theirs, mine in renamed.items() if mine in read
-        }
+        return (set(read) - self.given.keys()) | {theirs for theirs, mine in self.renamed.items() if mine in read}
 
     def check_seen(self, seen: Collection[str], paths: Sequence[str]) -> None:
         """Raise SampleError, naming ``paths``, if a given name is not among the names that any record has."""

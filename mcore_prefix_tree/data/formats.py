@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
-from mcore_prefix_tree.data.json_fields import ChatError, check_once, shorten_json
-from mcore_prefix_tree.data.keys import mapping_beside, shown, suggest_fields
-from mcore_prefix_tree.data.stopping import STOP_KEYS, STOP_LISTS, STOP_NAMES, read_cut, read_cuts
-from mcore_prefix_tree.data.token_rows import TOKEN_FIELDS, TOKEN_MARKS, read_token_row
+from mcore_prefix_tree.data.json_fields import ChatError, check_once, fault_of, shorten_json
+from mcore_prefix_tree.data.keys import has_entries, shown, suggest_fields
+from mcore_prefix_tree.data.stopping import STOP_KEYS, STOP_LISTS, STOP_NAMES, check_names, read_cut, read_cuts
+from mcore_prefix_tree.data.text_parts import common_length
+from mcore_prefix_tree.data.token_rows import SIGNALS, TOKEN_FIELDS, TOKEN_MARKS, read_token_row
 from mcore_prefix_tree.sample import MIN_TEMPERATURE, SampleError, Tempered
-from mcore_prefix_tree.signals import Signals
 
 Row = Mapping[str, Any]
-SIGNALS = tuple(one.name for one in fields(Signals))
 # Keys of all conversations and texts; a reason for the end of a generation is one value, or a list for several.
 _CHAT = ("tools", *STOP_KEYS)
 # Keys that are refused, with the way out.
@@ -107,8 +105,7 @@ def _sharegpt(row: Row, source: str) -> list[Example]:
 
 def _answer(row: Row, source: str) -> list[Example]:
     """An answer to a prompt."""
-    cut = read_cut({name: row.get(name) for name in STOP_KEYS})
-    return [Example(content=_continued(row, row.get("prompt"), row["completion"], "completion", cut=cut))]
+    return [Example(content=_continued(row, row.get("prompt"), row["completion"], "completion", cut=read_cut(row)))]
 
 
 def _answers(row: Row, source: str) -> list[Example]:
@@ -122,7 +119,7 @@ def _answers(row: Row, source: str) -> list[Example]:
     if rewards is not None and (not isinstance(rewards, list) or len(rewards) != len(many)):
         raise ChatError(f"field 'rewards' must be a list of {len(many)} numbers, one for each of '{name}'")
     group = source if row.get("group") is None else row["group"]
-    cuts = read_cuts({key: row.get(key) for key in (*STOP_KEYS, *STOP_LISTS)}, len(many), name)
+    cuts = read_cuts(row, len(many), name)
     return [
         Example(
             content=_continued(row, row.get("prompt"), one, f"{name}[{place}]", cut=cuts[place]),
@@ -159,8 +156,7 @@ def _sides(row: Row, source: str, prompt: Any, chosen: Any, rejected: Any) -> li
                 "apart; give 'prompt'"
             )
     pair = source if row.get("pair") is None else row["pair"]
-    stops = (*STOP_KEYS, *STOP_LISTS) if "rejected" in row else STOP_KEYS
-    cuts = read_cuts({key: row.get(key) for key in stops}, 2, "chosen and rejected")
+    cuts = read_cuts(row, 2, "chosen and rejected")
     sides = ("chosen", chosen, rejected, cuts[0]), ("rejected", rejected, chosen, cuts[1])
     return [
         Example(
@@ -188,8 +184,7 @@ def _with_system(row: Row, conversation: Conversation) -> Conversation:
             messages, names = [{"role": "system", "content": system}, *messages], ["system", *names]
         elif first.get("content") != system:
             raise ChatError(f"fields 'system' and '{names[0]}' are different system messages; give one of them")
-    cut = read_cut({name: row.get(name) for name in STOP_KEYS}, of_harness=True)
-    return replace(conversation, messages=messages, names=names, cut=cut)
+    return replace(conversation, messages=messages, names=names, cut=read_cut(row, of_harness=True))
 
 
 def _continued(
@@ -247,8 +242,7 @@ def _from_sharegpt(entry: Any, name: str) -> Any:
 
 def _count_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
     """Return the number of messages, or characters, that two completions begin with: TRL's implicit prompt."""
-    pairs = enumerate(zip(one, other, strict=False))
-    shared = next((place for place, (mine, theirs) in pairs if mine != theirs), min(len(one), len(other)))
+    shared = common_length(one, other)
     return shared - 1 if shared and one[shared - 1] == " " else shared
 
 
@@ -280,17 +274,13 @@ def _is_assistant(message: Any) -> bool:
     return isinstance(message, dict) and message.get("role") == "assistant"
 
 
-def _check_merge_key(value: Any) -> Any:
+def _check_key(value: Any) -> Any:
     if not isinstance(value, (str, int, float, type(None))) or (isinstance(value, float) and not math.isfinite(value)):
-        raise ValueError("must be a string, a finite number, a boolean or null")
+        raise ValueError("must be a string, a finite number or a boolean")
     return value
 
 
-def _check_temperature(value: Any) -> Any:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if value is not None and not (is_number and MIN_TEMPERATURE <= value <= sys.float_info.max):
-        raise ValueError(f"is {shorten_json(value)}; it must be a number of at least {MIN_TEMPERATURE}")
-    return value
+_Key = Annotated[Any, BeforeValidator(_check_key)]
 
 
 class Record(BaseModel):
@@ -298,8 +288,11 @@ class Record(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    merge_key: Annotated[Any, BeforeValidator(_check_merge_key)] = None
-    temperature: Annotated[Any, BeforeValidator(_check_temperature)] = None
+    merge_key: _Key = None
+    group: _Key = None
+    rollout: _Key = None
+    pair: _Key = None
+    temperature: float | None = Field(None, strict=True, ge=MIN_TEMPERATURE, allow_inf_nan=False)
     exclude: Any = None
 
     @property
@@ -317,7 +310,7 @@ class Format:
     def __init__(
         self, examples: Callable[[Row, str], list[Example]], keys: Sequence[str], refused: Mapping[str, str] = _REFUSED
     ) -> None:
-        own: dict[str, Any] = dict.fromkeys((*SIGNALS, *keys), (Any, None))
+        own: Any = {name: (Any, None) for name in (*SIGNALS, *keys) if name not in Record.model_fields}
         self.record: type[Record] = create_model("Record", __base__=Record, **own)
         self.examples, self.refused = examples, refused
 
@@ -347,7 +340,13 @@ _LAST = frozenset((*TOKEN_FIELDS, *STOP_KEYS, *STOP_LISTS))
 FIELDS = tuple(
     sorted(
         dict.fromkeys(
-            ["tokens", "loss_mask", *FORMATS, *(name for one in FORMATS.values() for name in one.record.model_fields)]
+            [
+                "tokens",
+                "loss_mask",
+                *FORMATS,
+                *SIGNALS,
+                *(name for one in FORMATS.values() for name in one.record.model_fields),
+            ]
         ),
         key=lambda name: (name in _LAST, name in SIGNALS),
     )
@@ -362,19 +361,16 @@ def make_examples(row: Row, source: str, mark: str) -> tuple[Hashable, list[Exam
     one = FORMATS[mark]
     try:
         for name, why in one.refused.items():
-            value = row.get(name)
-            if value is not None and (len(value) if hasattr(value, "__len__") else value):
+            if has_entries(row.get(name)):
                 raise ChatError(f"field '{name}' is not supported with '{mark}': {why}")
         if mark not in TOKEN_MARKS:
             if "loss_mask" in row:
                 raise ChatError(f"field 'loss_mask' goes with 'tokens'; with '{mark}' it follows from the answers")
-            read_cut({name: row[name] for name in STOP_NAMES if name in row})
-        try:
-            record = one.record.model_validate(row)
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise ChatError(f"field '{first['loc'][0]}' {first['msg'].removeprefix('Value error, ')}") from None
+            check_names(row, "")
+        record = one.record.model_validate(row)
         return record.tempered_key, one.examples(dict(record), source)
+    except ValidationError as error:
+        raise SampleError(f"{source}: {fault_of(error)}") from None
     except ChatError as error:
         raise SampleError(f"{source}: {error}") from error
 
@@ -415,8 +411,9 @@ def find_mark(row: Row, source: str, names: Mapping[str, str | None]) -> str:
     if len(found) == 1:
         (mark,) = found
         if mark not in TOKEN_MARKS and isinstance(row[mark], list) and row[mark] and isinstance(row[mark][0], int):
-            way_out = f"add {shown(mapping_beside(mark, row, FIELDS))} to data.fields"
-            raise SampleError(f"{source}: field '{mark}' holds token ids; {way_out}")
+            beside: dict[str, str | None] = {**suggest_fields([*row, "completion_ids"], FIELDS)}
+            beside |= {"response_tokens": mark} if "response_tokens" in beside else {mark: None}
+            raise SampleError(f"{source}: field '{mark}' holds token ids; add {shown(beside)} to data.fields")
         return mark
     if found:
         raise SampleError(

@@ -8,20 +8,24 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from transformers import AutoTokenizer
 
-from mcore_prefix_tree.data.chat import ChatMessage, DummySpace, EncodedTurn, Spelling, Tool, Vocabulary, continuation
+from mcore_prefix_tree.data.chat import DummySpace, EncodedTurn, Spelling, Vocabulary, continuation
 from mcore_prefix_tree.data.chat_template import ChatTemplates, TurnEnds
 from mcore_prefix_tree.data.json_fields import ChatError
+from mcore_prefix_tree.data.messages import ChatMessage, Tool
 from mcore_prefix_tree.data.stopping import with_end
-from mcore_prefix_tree.data.text_parts import Ids, Parts, Triple, begins
+from mcore_prefix_tree.data.text_parts import Triple, common_length, cut_texts
 from mcore_prefix_tree.data.turn_texts import TurnTexts
 from mcore_prefix_tree.sample import INT32_MAX
 from mcore_prefix_tree.utils.inputs import is_utf8
+
+Ids = npt.NDArray[np.int32]
 
 
 class HuggingFaceChatTokenizer:
@@ -35,10 +39,10 @@ class HuggingFaceChatTokenizer:
     def __init__(self, folder: str, chat_template_kwargs: Mapping[str, Any] | None = None) -> None:
         """Load a folder written by ``save_pretrained``; see :func:`mcore_prefix_tree.data.load_tokenizer`."""
         self._tokenizer: Any = _loaded(folder)
-        self.name = self._folder = folder
+        self.name = folder
         self.vocab_size = len(self._tokenizer)
         self._templates = ChatTemplates(self._tokenizer, folder, chat_template_kwargs or {})
-        self._texts = TurnTexts(self._templates, folder)
+        self._texts = TurnTexts(self._templates)
         added = self._tokenizer.added_tokens_decoder
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         # Tokenizers look for these before anything else, so the text between two of them is encoded by itself.
@@ -51,14 +55,7 @@ class HuggingFaceChatTokenizer:
 
     @cached_property
     def _ends(self) -> TurnEnds:
-        return TurnEnds(
-            self._folder,
-            eos=self._tokenizer.eos_token_id,
-            special=self._special_ids,
-            added=frozenset(self._tokenizer.added_tokens_decoder),
-            encode=lambda messages: self._token_ids([self._templates.render(messages)])[0],
-            decode=self._text,
-        )
+        return TurnEnds(self._templates, lambda text: self._token_ids([text])[0])
 
     @property
     def end(self) -> str:
@@ -76,30 +73,31 @@ class HuggingFaceChatTokenizer:
     def encode_turns(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> list[EncodedTurn]:
         """See ``ChatTokenizer.encode_turns``."""
         texts = self._texts.of(messages, tools)
-        encoded = self._encode([one for text in texts for one in (text.prompt, text.answered)])
+        encoded = self._encode([one for text in texts for one in text])
         given, whole = encoded[::2], encoded[1::2]
+        indices = [index for index, message in enumerate(messages) if message.role == "assistant"]
         turns = []
-        for text, asked, tokens, later in zip(texts, given, whole, [*given[1:], None], strict=True):
-            if not begins(tokens, asked) and text.answered.startswith(text.prompt):
+        for index, text, asked, tokens, later in zip(indices, texts, given, whole, [*given[1:], None], strict=True):
+            if not _begins(tokens, asked) and text.answered.startswith(text.prompt):
                 # The tokenizer joins the prompt's last characters with the answer's first, as in two line breaks. The
                 # model was given the one and wrote the other.
                 behind = self._written_behind(asked.tolist(), text.answered[len(text.prompt) :], tokens.tolist())
                 if behind is None:
                     raise ChatError(
-                        f"field 'messages[{text.index}]' begins with characters that tokenizer '{self._folder}' joins "
-                        "with its generation prompt, and cannot write apart from it; change how the chat template ends "
-                        "its prompt, for example without a space, or use another tokenizer"
+                        f"field 'messages[{index}]' begins with characters that tokenizer '{self.name}' joins with its "
+                        "generation prompt, and cannot write apart from it; change how the chat template ends its "
+                        "prompt, for example without a space, or use another tokenizer"
                     )
                 tokens = np.append(asked, np.array(behind, dtype=np.int32))
-            if not begins(tokens, asked):
+            if not _begins(tokens, asked):
                 way_out = "write it as the template does, or give the 'tokens' that the engine used"
-                if text.index and messages[text.index - 1].role == "assistant":
+                if index and messages[index - 1].role == "assistant":
                     way_out = "join it with the assistant message before it"
                 raise ChatError(
-                    f"field 'messages[{text.index}]' does not continue its generation prompt in the chat template of "
-                    f"tokenizer '{self._folder}'; {way_out}"
+                    f"field 'messages[{index}]' does not continue its generation prompt in the chat template of "
+                    f"tokenizer '{self.name}'; {way_out}"
                 )
-            turns.append(self._turn(messages, text.index, tokens, len(asked), later))
+            turns.append(self._turn(messages, index, tokens, len(asked), later))
         return turns
 
     def _turn(
@@ -109,7 +107,7 @@ class HuggingFaceChatTokenizer:
         message = messages[index]
 
         def is_cut(ending: Ids | list[int]) -> bool:
-            return message.is_cut and not (message.stopped_by and self._text(ending) == message.stopped_by)
+            return message.is_cut and not (message.stopped_by and self._ends.text(ending) == message.stopped_by)
 
         stop = self._ends.stop(tokens, start)
         if stop is not None:
@@ -119,7 +117,7 @@ class HuggingFaceChatTokenizer:
             end = self._ends.text_end(tokens, start) if is_cut([]) else len(tokens)
             after = "tool" if message.tool_calls else "user"
             role = messages[index + 1].role if index + 1 < len(messages) else after
-            following = later[end : end + 1].tolist() if later is not None and begins(later, tokens) else []
+            following = later[end : end + 1].tolist() if later is not None and _begins(later, tokens) else []
             opener = self._ends.opener(role, following)
             if opener is not None and not is_cut([opener]):
                 tokens, end = np.append(tokens, np.int32(opener)), len(tokens) + 1
@@ -131,7 +129,7 @@ class HuggingFaceChatTokenizer:
         """See ``ChatTokenizer.encode_completion``; control tokens in the text are control tokens."""
         end = self._tokenizer.eos_token
         if end is None and ended:
-            raise ChatError(f"tokenizer '{self._folder}' has no eos_token to end a completion with; set one")
+            raise ChatError(f"tokenizer '{self.name}' has no eos_token to end a completion with; set one")
         written = completion if end is None else with_end(completion, end, ended=ended)
         before, whole = self._token_ids([prompt, prompt + written])
         opening = self._opening
@@ -164,7 +162,7 @@ class HuggingFaceChatTokenizer:
         unknown = {self._tokenizer.unk_token_id} - {None}
         return Vocabulary(
             pieces=pieces,
-            spelling=_detect_spelling(self._tokenizer, self._folder),
+            spelling=_detect_spelling(self._tokenizer, self.name),
             special=self._special_ids | unknown,
             verbatim=frozenset(added) - self._special_ids,
             dummy_space=self._dummy_space(),
@@ -193,31 +191,30 @@ class HuggingFaceChatTokenizer:
         # The texts of one conversation repeat each other, so each part between added tokens is encoded once, together
         # with the two added tokens (or the border of the text) next to it: a token may absorb whitespace of its
         # neighbours or not be recognised next to a letter, and some encodings put a space before a text.
-        if self._separator is None:
-            return [np.array(ids, dtype=np.int32) for ids in self._token_ids(texts)]
-        whole = Parts.of(texts[-1], self._separator)
-        parts = [whole]
-        for text in texts[:-1]:
-            parts.append(Parts.of(text, self._separator, whole, parts[-1]))
-        ids_of = self._ids_of_triples(list(dict.fromkeys(chain.from_iterable(one.own for one in parts))))
-        if ids_of is not None:
-            encoded = [one.join(ids_of) for one in parts]
-            borders = {(before, after) for before, _, after in whole.own} - self._known_borders
-            if not borders or encoded[0].tolist() == self._token_ids(texts[-1:])[0]:
-                self._known_borders |= borders
-                return [*encoded[1:], encoded[0]]
+        cuts = [] if self._separator is None else list(cut_texts(texts, self._separator))
+        ids_of = self._ids_of_triples(list(dict.fromkeys(chain.from_iterable(own for _, own in cuts))))
+        encoded, triples, counts = [np.zeros(0, dtype=np.int32)], list[Triple](), [0]
+        for kept, own in cuts if ids_of else []:
+            new = [ids_of[one] for one in own]
+            triples[kept:] = own
+            counts[kept:] = accumulate(map(len, new), initial=counts[kept])
+            encoded.append(np.concatenate([encoded[-1][: counts[kept]], *new]))
+        borders = {(before, after) for before, _, after in triples} - self._known_borders
+        if triples and (not borders or encoded[-1].tolist() == self._token_ids(texts[-1:])[0]):
+            self._known_borders |= borders
+            return encoded[1:]
         # This tokenizer does not split texts at added tokens.
         return [np.array(ids, dtype=np.int32) for ids in self._token_ids(texts)]
 
-    def _ids_of_triples(self, triples: list[Triple]) -> dict[Triple, Ids] | None:
-        """Return the ids of the text in each triple and of the token behind it; None if an added token is not one."""
-        ids_of = {}
+    def _ids_of_triples(self, triples: list[Triple]) -> dict[Triple, Ids]:
+        """Return the ids of the text in each triple and of the token behind it; none if an added token is not one."""
+        ids_of: dict[Triple, Ids] = {}
         for triple, ids in zip(triples, self._token_ids(["".join(triple) for triple in triples]), strict=True):
             before, _, after = triple
             first = [self._raw_ids[before]] if before else []
             last = [self._raw_ids[after]] if after else []
             if ids[: len(first)] != first or ids[max(len(ids) - len(last), len(first)) :] != last:
-                return None
+                return {}
             ids_of[triple] = np.array(ids[len(first) :], dtype=np.int32)
         return ids_of
 
@@ -225,20 +222,14 @@ class HuggingFaceChatTokenizer:
         """Return the token ids of ``text`` as the model wrote it after a prompt, or None if the tokenizer has none."""
         if self._separator is not None and self._separator.match(text):
             return self._token_ids([text])[0]  # no token is put before an added one
-        kept = 0
-        while kept < min(len(prompt), len(joined)) and prompt[kept] == joined[kept]:
-            kept += 1
-        kept = max(kept - 1, 0)
-        expected = self._text(joined[kept:])
+        kept = max(common_length(prompt, joined) - 1, 0)
+        expected = self._ends.text(joined[kept:])
         for before in ("", next(iter(self._raw_ids), ""), "\n", ":"):
             ids, skipped = self._token_ids([before + text, before])
             written = ids[len(skipped) :]
-            if ids[: len(skipped)] == skipped and self._text(prompt[kept:] + written) == expected:
+            if ids[: len(skipped)] == skipped and self._ends.text(prompt[kept:] + written) == expected:
                 return written
         return None
-
-    def _text(self, ids: Sequence[int] | Ids) -> str:
-        return str(self._tokenizer.decode([int(one) for one in ids], clean_up_tokenization_spaces=False))
 
     def _token_ids(self, texts: list[str]) -> list[list[int]]:
         if self._fast is not None:
@@ -246,6 +237,11 @@ class HuggingFaceChatTokenizer:
             return [one.ids for one in self._fast.encode_batch_fast(texts, add_special_tokens=False)]
         ids: list[list[int]] = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
         return ids
+
+
+def _begins(ids: Ids, start: Ids) -> bool:
+    """Return whether token ids, ``[n]``, begin with others, ``[m]``."""
+    return np.array_equal(ids[: len(start)], start)
 
 
 def _fast_backend(tokenizer: Any) -> Any:

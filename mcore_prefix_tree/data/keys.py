@@ -97,25 +97,26 @@ def plain(name: str) -> str:
 
 
 @lru_cache(maxsize=16384)
-def _is(name: str, pattern: str) -> bool:
+def is_named(name: str, pattern: str) -> bool:
+    """Return whether a pattern matches a name in one spelling."""
     return re.fullmatch(pattern, plain(name)) is not None
 
 
 def meaning(name: str, *, of_tokens: bool) -> str | None:
     """Return the field of ours that a name is known to mean in a row of token ids, or in another record; or None."""
     patterns = {} if name in _HARMLESS else _OF_TOKENS if of_tokens else _OF_CHATS
-    return next((ours for ours, pattern in patterns.items() if _is(name, pattern)), None)
+    return next((ours for ours, pattern in patterns.items() if is_named(name, pattern)), None)
 
 
 def is_known(name: str) -> bool:
     """Return whether a field of this name has a known meaning, though it is not read."""
     known = (_ASIDE, _SWITCHES, *_OF_TOKENS.values(), *_OF_CHATS.values())
-    return name not in _HARMLESS and any(_is(name, pattern) for pattern in known)
+    return name not in _HARMLESS and any(is_named(name, pattern) for pattern in known)
 
 
 def is_known_in_chats(name: str) -> bool:
     """Return whether a field of this name has a known meaning in a record that is no row of token ids."""
-    return any(_is(name, pattern) for pattern in (_SWITCHES, *_OF_CHATS.values()))
+    return any(is_named(name, pattern) for pattern in (_SWITCHES, *_OF_CHATS.values()))
 
 
 def suggest_fields(names: Iterable[str], known: Collection[str]) -> dict[str, str]:
@@ -127,22 +128,11 @@ def suggest_fields(names: Iterable[str], known: Collection[str]) -> dict[str, st
             found.setdefault(meant, name)
     if found.get("response_tokens") == "token_ids" and not found.keys() & {"tokens", "prompt_tokens"}:
         found["tokens"] = "token_ids"
+    surplus = {"prompt_tokens", "response_tokens"} if "tokens" in found else set[str]()
     if found.keys() >= {"prompt_tokens", "response_tokens"}:
         surplus = {"tokens", "response_length"}
-    elif "tokens" in found:
-        surplus = {"prompt_tokens", "response_tokens"}
-    else:
-        surplus = set()
     mapping = {meant: name for meant, name in found.items() if meant not in surplus}
     return mapping if mapping.keys() & set(TOKEN_MARKS) else {}
-
-
-def mapping_beside(mark: str, names: Iterable[str], known: Collection[str]) -> dict[str, str | None]:
-    """Return :func:`suggest_fields` for a record whose field of completions holds ids of the response."""
-    mapping: dict[str, str | None] = {**suggest_fields([*names, "completion_ids"], known)}
-    if "response_tokens" in mapping:
-        return mapping | {"response_tokens": mark}
-    return mapping | {mark: None}
 
 
 def shown(mapping: Mapping[str, str | None]) -> str:
@@ -158,25 +148,22 @@ def fault_of_unread(
     for name, value in row.items():
         if name in read:
             continue
-        # How much all of the record counts.
-        is_switch = isinstance(value, (int, float)) and _is(name, _WEIGHTS) if of_tokens else _is(name, _SWITCHES)
-        if is_switch and not isinstance(value, str):
-            if hasattr(value, "__len__") or value != (0 if _is(name, _OFF) else 1):
+        meant, fault = meaning(name, of_tokens=of_tokens), None
+        if meant is not None and (meant in given or meant in row):
+            meant = None  # it repeats a field that is read
+        is_number = isinstance(value, (int, float)) or not (of_tokens or isinstance(value, str))
+        if is_number and is_named(name, _WEIGHTS if of_tokens else _SWITCHES):  # how much all of the record counts
+            if hasattr(value, "__len__") or value != (0 if is_named(name, _OFF) else 1):
                 way_out = "multiply 'loss_mask' by it" if of_tokens else "give it to each assistant message as 'weight'"
-                return (
+                fault = (
                     f"field '{name}' of the record is not read, though it says how much the record is trained on; "
                     f"{way_out}, mark what must not count with 'exclude', or leave it unread: "
                     f"data.fields={shown({name: None})}"
                 )
-            continue
-        meant = meaning(name, of_tokens=of_tokens)
-        if meant is not None and (meant in given or meant in row):
-            meant = None  # it repeats a field that is read
-        if of_tokens:
+        elif of_tokens:
             fault = _fault_of_tokens(name, value, row, given, meant, has_mask=has_mask)
-        else:
-            has_content = bool(len(value) if hasattr(value, "__len__") else value) and value != "[]"
-            fault = _fault_of_name(name, meant) if meant is not None and has_content else None
+        elif meant is not None and has_entries(value) and value != "[]":
+            fault = _fault_of_name(name, meant)
         if fault is not None:
             return fault
     return None
@@ -187,7 +174,7 @@ def _fault_of_tokens(
 ) -> str | None:
     """Return the fault of a field of a row of token ids, which could be ``meant`` as one of ours."""
     # Fields that say which tokens are the prompt's: without any mask, the prompt is scored.
-    if not has_mask and _is(name, _PROMPT_LENGTH) and "loss_mask" not in given:
+    if not has_mask and is_named(name, _PROMPT_LENGTH) and "loss_mask" not in given:
         way_out = "give 'response_length', the number of tokens behind the prompt, or 'loss_mask'"
         return _fault_of_prompt(name, way_out, "loss_mask")
     if not has_mask and meant in ("prompt_tokens", "response_tokens"):
@@ -200,24 +187,34 @@ def _fault_of_tokens(
         )
     if _has_several(name, value, row):
         return f"field '{name}' says that the row holds several samples, one behind the other; give each its own row"
-    # Other names of fields of ours, unless the row has a mask already, or these tell nothing new.
-    if meant in (None, "tokens", "prompt_tokens", "response_tokens") or (meant == "response_length" and has_mask):
+    if meant is None or not _is_news(name, value, row, meant, has_mask=has_mask):
         return None
-    if meant != "response_length":
-        has_entries = len(value) and not isinstance(value[0], str) if isinstance(value, (list, np.ndarray)) else False
-        if not (has_entries or isinstance(value, dict)):
-            return None
-        if plain(name) == "prompt_mask" and "prompt_tokens" in row:  # nothing of the prompt is scored
-            if len(np.unique(np.asarray(value, dtype=object).astype(str))) == 1:  # and it has no padding
-                return None
-        elif meant in ("loss_mask", "labels") and row.keys() & {"loss_mask", "labels"} and not _is(name, _SCALES):
-            return None
     if plain(name) == "prompt_mask":
         return (
             "field 'prompt_mask' is not read; give the prompt without padding, and 'loss_mask' with an entry for "
             "each token of prompt and response"
         )
     return _fault_of_name(name, meant)
+
+
+def _is_news(name: str, value: Any, row: Mapping[str, Any], meant: str, *, has_mask: bool) -> bool:
+    """Return whether a field of a row of token ids that is ``meant`` as one of ours tells what no other field does."""
+    if meant in ("tokens", "prompt_tokens", "response_tokens"):
+        return False
+    if meant == "response_length":
+        return not has_mask
+    has_numbers = isinstance(value, (list, np.ndarray)) and has_entries(value) and not isinstance(value[0], str)
+    if not (has_numbers or isinstance(value, dict)):
+        return False
+    if plain(name) == "prompt_mask" and "prompt_tokens" in row:  # nothing of the prompt is scored, but it may be padded
+        return len(np.unique(np.asarray(value, dtype=object).astype(str))) > 1
+    is_mask = meant in ("loss_mask", "labels") and not is_named(name, _SCALES)
+    return not (is_mask and row.keys() & {"loss_mask", "labels"})
+
+
+def has_entries(value: Any) -> bool:
+    """Return whether a value is neither empty nor null, false or zero."""
+    return bool(len(value) if hasattr(value, "__len__") else value)
 
 
 def _fault_of_prompt(name: str, way_out: str, ours: str) -> str:
@@ -236,7 +233,7 @@ def _fault_of_name(name: str, meant: str) -> str:
 
 def _has_several(name: str, value: Any, row: Mapping[str, Any]) -> bool:
     """Return whether a field of a row of token ids says that it is packed."""
-    if not _is(name, "|".join((_POSITIONS, _BORDERS, _LENGTHS, _NUMBERS))):
+    if not is_named(name, "|".join((_POSITIONS, _BORDERS, _LENGTHS, _NUMBERS))):
         return False
     try:
         values = np.asarray(value)
@@ -245,11 +242,11 @@ def _has_several(name: str, value: Any, row: Mapping[str, Any]) -> bool:
         return False
     if values.ndim != 1 or values.dtype.kind not in "iuf":
         return False
-    if _is(name, _BORDERS):
+    if is_named(name, _BORDERS):
         return len(np.unique(values)) > 2
-    if _is(name, _LENGTHS):
+    if is_named(name, _LENGTHS):
         return int(np.count_nonzero(values)) > 1
     if seen.shape != values.shape:
         return False
     values = values[seen]
-    return bool((np.diff(values) < 0).any() if _is(name, _POSITIONS) else len(np.unique(values)) > 1)
+    return bool((np.diff(values) < 0).any() if is_named(name, _POSITIONS) else len(np.unique(values)) > 1)

@@ -21,9 +21,9 @@ from mistral_common.tokens.tokenizers.base import SpecialTokenPolicy, SpecialTok
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 
-from mcore_prefix_tree.data.chat import FILES, ChatMessage, EncodedTurn, Tool, Vocabulary, continuation
-from mcore_prefix_tree.data.json_fields import ChatError, check_json_depth
-from mcore_prefix_tree.data.messages import check_said
+from mcore_prefix_tree.data.chat import FILES, EncodedTurn, Vocabulary, continuation
+from mcore_prefix_tree.data.json_fields import ChatError, check_json_depth, fault_of
+from mcore_prefix_tree.data.messages import ChatMessage, Tool, check_said
 from mcore_prefix_tree.data.stopping import with_end
 
 _CALL_ID = re.compile(r"[a-zA-Z0-9]{9}")
@@ -85,7 +85,10 @@ class MistralChatTokenizer:
         if not self._history_is_stable:  # v3 decodes the answers of tools that are JSON
             for index, message in enumerate(messages[: turn_ends[-1]]):
                 if message.role == "tool":
-                    check_json_depth(message.content, f"messages[{index}].content")
+                    try:
+                        check_json_depth(message.content)
+                    except ValueError as error:
+                        raise fault_of(error, f"messages[{index}].content") from None
         converted = self._convert(messages)
         told = [self._told(tool, f"tools[{index}]") for index, tool in enumerate(tools)] or None
         turns: list[EncodedTurn] = []

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from mcore_prefix_tree.data.chat import ChatMessage, ChatTokenizer, EncodedTurn
+from mcore_prefix_tree.data.chat import ChatTokenizer, EncodedTurn
 from mcore_prefix_tree.data.fields import FieldNames
 from mcore_prefix_tree.data.formats import (
     READ,
-    SIGNALS,
     Conversation,
     Example,
     Text,
@@ -23,18 +21,19 @@ from mcore_prefix_tree.data.formats import (
     make_examples,
     read_excluded,
 )
-from mcore_prefix_tree.data.json_fields import ChatError, shorten_json
+from mcore_prefix_tree.data.json_fields import ChatError
 from mcore_prefix_tree.data.keys import fault_of_unread
-from mcore_prefix_tree.data.messages import parse_messages, parse_tools, unread_keys
-from mcore_prefix_tree.data.signal_fields import (
+from mcore_prefix_tree.data.messages import ChatMessage, parse_messages, parse_tools, unread_keys
+from mcore_prefix_tree.data.skipped import Kind, Skipped
+from mcore_prefix_tree.data.token_rows import (
+    SIGNALS,
+    TOKEN_MARKS,
     signals_of_conversation,
     signals_of_tokens,
     signals_of_turns,
     warn_placeholder,
 )
-from mcore_prefix_tree.data.skipped import Kind, Skipped
-from mcore_prefix_tree.data.token_rows import TOKEN_MARKS
-from mcore_prefix_tree.sample import INT32_MAX, Sample, SampleError
+from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.signals import Signals
 
 
@@ -169,14 +168,12 @@ def _samples(
     signals: Sequence[Signals | None]
     try:
         if isinstance(content, TokenIds):
-            _check_ids(content)
             encoded, signals = [[(content.ids, content.loss_mask)]], [signals_of_tokens(given)]
-        elif not options.expand_turns:
-            encoded, signals = _encode(content, options, unread), [signals_of_conversation(given)]
         else:
-            encoded = _encode(content, options, unread)
-            parts = [f"{example.part} turn {number}".lstrip() for number in range(len(encoded[0]))]
-            signals = signals_of_turns(given, source, len(parts))
+            encoded, signals = _encode(content, options, unread), [signals_of_conversation(given)]
+            if options.expand_turns:
+                parts = [f"{example.part} turn {number}".lstrip() for number in range(len(encoded[0]))]
+                signals = signals_of_turns(signals[0] or Signals(), source, len(parts))
     except ChatError as error:
         raise SampleError(f"{source}: {error}") from error
     samples = []
@@ -186,24 +183,6 @@ def _samples(
         samples.append(Sample(tokens, loss_mask=mask, signals=signal, renderings=renderings, **place))
         warn_placeholder(samples[-1])
     return samples
-
-
-def _check_ids(content: TokenIds) -> None:
-    """Reject booleans, floats and huge integers before NumPy converts them; ``Sample`` checks the arrays."""
-    tokens, bad = content.ids, ""
-    if isinstance(tokens, list):
-        if not set(map(type, tokens)) <= {int}:
-            at = next(at for at, token in enumerate(tokens) if type(token) is not int)
-            bad = f"must be a flat list of integers, but index {at} is {shorten_json(tokens[at])}"
-        elif tokens and not (min(tokens) >= 0 and max(tokens) <= INT32_MAX):
-            at = next(at for at, token in enumerate(tokens) if not 0 <= token <= INT32_MAX)
-            bad = f"has {shorten_json(tokens[at])} at index {at}; token ids are 0 to {INT32_MAX}"
-    elif not isinstance(tokens, np.ndarray):
-        bad = "must be a flat list of integers"
-    if bad:
-        raise ChatError(f"field 'tokens' {bad}")
-    if not isinstance(content.loss_mask, (list, np.ndarray, type(None))):
-        raise ChatError("field 'loss_mask' must be a flat list of numbers")
 
 
 # Token ids and loss mask of a sample.
@@ -221,12 +200,15 @@ def _encode(content: Conversation | Text, options: LineOptions, unread: set[str]
     messages = parse_messages(renamed, content.names, tools)
     if content.cut is not None:
         last = max(index for index, message in enumerate(messages) if message.role == "assistant")
-        messages[last] = replace(messages[last], is_cut=True, stopped_by=content.cut)
-    unread |= unread_keys(renamed, getattr(tokenizers[0], "reads", lambda key: False))
+        messages[last] = messages[last].model_copy(update={"is_cut": True, "stopped_by": content.cut})
+    unread |= unread_keys(messages, getattr(tokenizers[0], "reads", lambda key: False))
     encoded = []
     for tokenizer in tokenizers:
-        turns = tokenizer.encode_turns(messages, tools)
-        encoded.append(_parts(tokenizer, turns, messages, content.prompt, options.expand_turns))
+        turns = _weighted(tokenizer.encode_turns(messages, tools), messages, content.prompt)
+        if not options.expand_turns:  # one sample: every turn has to continue the scored ones before it
+            turns = [one for one in turns if one.weight and one.turn.end != one.turn.start] or turns[-1:]
+        groups = [[one] for one in turns] if options.expand_turns else [turns]
+        encoded.append([_joined(tokenizer, group) for group in groups])
         if len(encoded[-1]) != len(encoded[0]):
             raise ChatError(
                 f"field 'messages' has {len(encoded[0])} assistant turns in the chat format of tokenizer "
@@ -243,44 +225,43 @@ def _text_part(tokenizer: ChatTokenizer, text: Text) -> Part:
     start = whole.start
     if text.rival is not None:
         start = min(start, tokenizer.encode_completion(text.prompt, text.rival).start)
-    return whole.tokens, _mask(len(whole.tokens), [(replace(whole, start=start), 1.0)])
+    return _joined(tokenizer, [_Weighted(0, replace(whole, start=start), 1.0)])
 
 
-def _parts(
-    tokenizer: ChatTokenizer,
-    turns: Sequence[EncodedTurn],
-    messages: Sequence[ChatMessage],
-    prompt: int,
-    expand_turns: bool,
-) -> list[Part]:
-    """Return tokens and loss mask of each sample of a conversation; turns of its first ``prompt`` messages are not."""
+class _Weighted(NamedTuple):
+    """A turn, its number in the conversation and its weight."""
+
+    number: int
+    turn: EncodedTurn
+    weight: float
+
+
+def _weighted(turns: Sequence[EncodedTurn], messages: Sequence[ChatMessage], prompt: int) -> list[_Weighted]:
+    """Return the turns of a conversation that its first ``prompt`` messages do not have."""
+    said = [message.role == "assistant" for message in messages]
     # A turn is one message, or a run of them if the chat format joins them.
-    runs: list[list[int]] = []
-    each = [index for index, message in enumerate(messages) if message.role == "assistant"]
-    for index in each:
-        if runs and len(turns) < len(each) and runs[-1][-1] == index - 1:
-            runs[-1].append(index)
-        else:
-            runs.append([index])
-    weighted: list[tuple[EncodedTurn, float]] = []
-    for turn, indices in zip(turns, runs, strict=True):
-        weight, *others = {messages[index].weight for index in indices}
+    joins = len(turns) < sum(said)
+    starts = [at for at, is_said in enumerate(said) if is_said and not (joins and at and said[at - 1])]
+    found = []
+    for number, (turn, start, end) in enumerate(zip(turns, starts, [*starts[1:], len(said)], strict=True)):
+        weight, *others = {message.weight for message in messages[start:end] if message.role == "assistant"}
         if others:
             raise ChatError(
-                f"fields 'messages[{indices[0]}]' and 'messages[{indices[-1]}]' are one turn in this chat format, but "
-                "only a part of it is trained on; join them or give both the same weight"
+                f"field 'messages[{start}]' is one turn with the assistant messages behind it in this chat format, but "
+                "only a part of it is trained on; join them or give them the same weight"
             )
-        if indices[0] >= prompt:
-            weighted.append((turn, weight))
-    if expand_turns:
-        return [(turn.tokens, _mask(len(turn.tokens), [(turn, weight)])) for turn, weight in weighted]
-    # One sample: every turn has to continue the scored ones before it.
-    weighted = [(turn, weight) for turn, weight in weighted if weight and turn.end != turn.start] or weighted[-1:]
-    whole = weighted[-1][0].tokens
-    for turn, _ in weighted:
+        if start >= prompt:
+            found.append(_Weighted(number, turn, weight))
+    return found
+
+
+def _joined(tokenizer: ChatTokenizer, turns: Sequence[_Weighted]) -> Part:
+    """Return tokens and loss mask of a sample that scores some turns."""
+    whole = turns[-1].turn.tokens
+    mask = np.zeros(len(whole), dtype=np.float32)
+    for number, turn, weight in turns:
         written = turn.tokens[: turn.end]
         if not np.array_equal(whole[: len(written)], written):
-            number = next(number for number, one in enumerate(turns) if one is turn)
             departs = f"the chat format of tokenizer '{tokenizer.name}' rewrites the history"
             if tokenizer.decode(whole.tolist()).startswith(tokenizer.decode(turn.tokens.tolist())):
                 departs = f"tokenizer '{tokenizer.name}' writes the same text of the history in other tokens"
@@ -288,14 +269,8 @@ def _parts(
                 f"field 'messages' cannot be one sample, because {departs} after turn {number}; set "
                 "data.expand_turns, or use a tokenizer that keeps it, such as mistral-v7"
             )
-    return [(whole, _mask(len(whole), weighted))]
-
-
-def _mask(length: int, turns: Sequence[tuple[EncodedTurn, float]]) -> npt.NDArray[np.float32]:
-    mask = np.zeros(length, dtype=np.float32)
-    for turn, weight in turns:
         mask[turn.start : len(turn.tokens) if turn.end is None else turn.end] = weight
-    return mask
+    return whole, mask
 
 
 def _beyond_limits(sample: Sample, options: LineOptions) -> tuple[SampleError, Kind] | None:
@@ -307,28 +282,22 @@ def _beyond_limits(sample: Sample, options: LineOptions) -> tuple[SampleError, K
     if options.vocab_size is None:
         return None
     size, teacher, mask = options.vocab_size, sample.signals.teacher, sample.signals.sampling_mask
-    beyond = np.zeros(1, dtype=np.bool_)
+    found = np.flatnonzero(sample.tokens >= size)
+    beyond = {"tokens": (found, sample.tokens[found], "use the model's tokenizer or a larger vocabulary")}
     if teacher is not None and teacher.tokens is None:
-        beyond = (teacher.token_ids >= size).any(axis=1) & (sample.loss_mask != 0)
-        beyond[:1] = False  # nothing predicts the first token
-    if (sample.tokens >= size).any():
-        at = int(np.argmax(sample.tokens >= size))
-        fault = (
-            f"field 'tokens' has {sample.tokens[at]} at index {at}, outside the model's vocabulary of {size}; use the "
-            "model's tokenizer or a larger vocabulary"
+        scored = (sample.loss_mask != 0) & (np.arange(len(sample)) > 0)  # nothing predicts the first token
+        found = np.flatnonzero((teacher.token_ids >= size).any(axis=1) & scored)
+        beyond["teacher"] = (
+            found,
+            teacher.token_ids[found].max(axis=1, initial=0),
+            "distil from a teacher of the same vocabulary",
         )
-    elif beyond.any():
-        fault = (
-            f"field 'teacher' has a token at index {int(np.argmax(beyond))} outside the model's vocabulary of {size}; "
-            "distil from a teacher of the same vocabulary"
-        )
-    elif mask is not None and mask.token_ids.max(initial=0) >= size:
-        at = int(np.argmax(mask.token_ids >= size))
-        token = int(np.searchsorted(mask.offsets, at, side="right")) - 1
-        fault = (
-            f"field 'sampling_mask' keeps {mask.token_ids[at]} at index {token}, outside the model's vocabulary of "
-            f"{size}; use the model that drew the tokens"
-        )
-    else:
-        return None
-    return SampleError(f"{sample.source}: {fault}"), "outside the vocabulary"
+    if mask is not None:
+        kept = np.flatnonzero(mask.token_ids >= size)
+        found = np.searchsorted(mask.offsets, kept, side="right") - 1
+        beyond["sampling_mask"] = found, mask.token_ids[kept], "use the model that drew the tokens"
+    for name, (indices, ids, way_out) in beyond.items():
+        if len(ids):
+            fault = f"field '{name}' has {ids[0]} at index {indices[0]}, outside the model's vocabulary of {size}"
+            return SampleError(f"{sample.source}: {fault}; {way_out}"), "outside the vocabulary"
+    return None

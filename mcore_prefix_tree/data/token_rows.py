@@ -1,9 +1,10 @@
-"""Rows of token ids, masks, labels and padding in trainers' shapes, read as ids, weights and signals per token."""
+"""Rows of token ids, masks, labels and padding in trainers' shapes, read as ids and weights; signals of any record."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,13 @@ import numpy.typing as npt
 
 from mcore_prefix_tree.data.json_fields import ChatError, shorten_json
 from mcore_prefix_tree.data.packed_arrays import KEYS, unpack_array
-from mcore_prefix_tree.signals import PER_TOKEN
+from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.signals import PER_TOKEN, SamplingMask, Signals, Teacher, check_turn
+from mcore_prefix_tree.utils.ranks import is_first_rank
+
+logger = logging.getLogger(__name__)
+
+SIGNALS = tuple(one.name for one in fields(Signals))
 
 # Marks of rows of token ids.
 TOKEN_MARKS = ("tokens", "response_tokens")
@@ -23,7 +30,8 @@ MASKS = ("loss_mask", "labels", *_BOUNDS)
 TOKEN_FIELDS = ("prompt_tokens", "response_length", "attention_mask", "labels", *_BOUNDS)
 # Label of a token that is not scored, as in torch's cross_entropy.
 _IGNORED = -100
-_TEACHER_ROWS = ("token_ids", "logprobs")
+# Keys of a teacher, and of one with a tokenizer of its own.
+_TEACHER_ROWS, _OF_OWN_TOKENS = ("token_ids", "logprobs"), ("tokens", "realised", "tokenizer")
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -44,7 +52,10 @@ def read_token_row(row: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
         ChatError: a field is malformed or contradicts another; names both.
     """
     if not row.keys() & {"response_tokens", *TOKEN_FIELDS}:
-        return row["tokens"], row.get("loss_mask"), {}
+        mask = row.get("loss_mask")
+        if not isinstance(mask, list | np.ndarray | None):
+            raise ChatError("field 'loss_mask' must be a flat list of numbers")
+        return _ids(row, "tokens"), mask, {}
     if "response_tokens" in row:
         if "response_length" in row:
             raise ChatError("fields 'response_tokens' and 'response_length' are both given; give one of them")
@@ -162,14 +173,17 @@ def unpack_routes(value: Any) -> Any:
 
 
 def _ids(row: Mapping[str, Any], name: str) -> Any:
-    """Return a list or array of ids; the range is checked later."""
-    value = row[name]
-    if isinstance(value, np.ndarray):
-        flat = value.ndim == 1 and (value.dtype.kind in "iu" or not len(value))
-    else:
-        flat = isinstance(value, list) and set(map(type, value)) <= {int}
-    if not flat:
-        raise ChatError(f"field '{name}' must be a flat list of integers")
+    """Return a list or array of ids; ``Sample`` checks their range, once padding is removed."""
+    value, bad = row[name], ""
+    if isinstance(value, list) and not set(map(type, value)) <= {int}:
+        at = next(at for at, one in enumerate(value) if type(one) is not int)
+        bad = f", but index {at} is {shorten_json(value[at])}"
+    elif isinstance(value, np.ndarray) and (value.ndim != 1 or (len(value) and value.dtype.kind not in "iu")):
+        bad = f", not of {value.dtype} {list(value.shape)}"
+    elif not isinstance(value, list | np.ndarray):
+        bad = f", not {shorten_json(value)}"
+    if bad:
+        raise ChatError(f"field '{name}' must be a flat list of integers{bad}")
     return value
 
 
@@ -273,16 +287,13 @@ def _scored_by_labels(row: Mapping[str, Any], ids: Any, aligned: _Aligned, kept:
 
 def _check_agreement(given: Mapping[str, BoolArray], bounds: Mapping[str, BoolArray], start: int) -> None:
     """Check that fields, bool ``[n]`` each, agree on every token but the first, which nothing predicts."""
-    names = list(given)
     for name, scored in given.items():
-        against = [(other, given[other] != scored) for other in names if other != name]
-        against += [(other, scored & ~bound) for other, bound in bounds.items()]
-        for other, differs in against:
-            differs[:1] = False
-            if differs.any():
+        against = {other: one != scored for other, one in given.items()}
+        for other, differs in (against | {other: scored & ~bound for other, bound in bounds.items()}).items():
+            if differs[1:].any():
                 raise ChatError(
-                    f"fields '{name}' and '{other}' contradict each other at index {int(np.argmax(differs)) + start}: "
-                    "only one of them scores the token; give one of them"
+                    f"fields '{name}' and '{other}' contradict each other at index "
+                    f"{int(np.argmax(differs[1:])) + 1 + start}: only one of them scores the token; give one of them"
                 )
 
 
@@ -297,3 +308,80 @@ def _array(value: Sequence[Any] | npt.NDArray[Any]) -> npt.NDArray[Any]:
         return np.asarray(value)
     except ValueError:  # a ragged list
         return np.empty(())
+
+
+def signals_of_tokens(row: Mapping[str, Any]) -> Signals | None:
+    """Return the signals of a record with ``tokens``, None if it has none; ``Sample`` checks the values."""
+    given: dict[str, Any] = {name: row[name] for name in SIGNALS if row.get(name) is not None}
+    readers = {"teacher": _teacher, "sampling_mask": _sampling_mask, "routed_experts": unpack_routes}
+    given |= {name: read(given[name]) for name, read in readers.items() if name in given}
+    return Signals(**given) if given else None
+
+
+def _teacher(value: Any) -> Teacher:
+    if not isinstance(value, dict) or set(value) not in ({*_TEACHER_ROWS}, {*_TEACHER_ROWS, *_OF_OWN_TOKENS}):
+        raise ChatError(
+            "field 'teacher' must be an object with 'token_ids' and 'logprobs'; a teacher with another tokenizer has "
+            "'tokens', 'realised' and 'tokenizer' too"
+        )
+    return Teacher(**value)
+
+
+def _sampling_mask(value: Any) -> SamplingMask:
+    value = with_offsets(value)
+    if isinstance(value, dict) and set(value) == {"token_ids", "offsets"}:
+        return SamplingMask(**value)
+    if isinstance(value, (list, np.ndarray)):
+        try:
+            return SamplingMask.from_rows(list(value))
+        except (ValueError, TypeError):  # a list in a list of lists, or a text
+            pass
+    raise ChatError(
+        "field 'sampling_mask' must be a list of ids for each token, or an object with 'token_ids' and 'offsets'"
+    )
+
+
+def warn_placeholder(sample: Sample) -> None:
+    """Warn of a route that engines write for a token without one: the first experts in every layer, mid-sample."""
+    routes = sample.signals.routes
+    if routes is None or routes.ids[0].size < 4:  # too few to tell
+        return
+    given = routes.ids[:-1]
+    is_placeholder = (given == np.arange(given.shape[2])).all(axis=(1, 2))
+    real = np.flatnonzero(~is_placeholder & (given[:, 0, 0] >= 0))
+    found = np.flatnonzero(is_placeholder[: real[-1]]) if len(real) else real
+    if len(found) and is_first_rank():
+        logger.warning(
+            "%s: field 'routed_experts' sends the token at index %d to the first experts of every layer, as engines "
+            "write for a token without a route; give null there if it is one",
+            sample.source,
+            found[0],
+        )
+
+
+def signals_of_conversation(row: Mapping[str, Any]) -> Signals | None:
+    """Return the signals of a record with ``messages``; a field with an entry for each token is an error."""
+    for name in (*PER_TOKEN, "teacher", "sampling_mask", "routed_experts"):
+        if row.get(name) is not None:
+            raise ChatError(f"field '{name}' goes with 'tokens'; it has an entry for each of them")
+    if isinstance(row.get("advantage"), (list, np.ndarray)):
+        raise ChatError("field 'advantage' must be a single number with 'messages'")
+    return signals_of_tokens(row)
+
+
+def signals_of_turns(signals: Signals, source: str, turns: int) -> list[Signals]:
+    """Return the signals of each turn of a conversation, parts of one rollout from 0 or the record's ``turn`` on."""
+    check_turn(signals.turn, source)
+    first = signals.turn or 0
+    if signals.turn is None and isinstance(signals.reward, (list, np.ndarray)) and len(signals.reward) != turns:
+        raise ChatError(
+            f"field 'reward' has {len(signals.reward)} entries, but 'messages' has {turns} assistant turns; give one "
+            "reward for every turn, or a single number"
+        )
+    if signals.pair is not None and turns > 1:
+        raise ChatError(
+            f"field 'pair' compares complete conversations, but this one becomes {turns} samples; set "
+            "data.expand_turns=false"
+        )
+    rollout = source if signals.rollout is None else signals.rollout
+    return [replace(signals, rollout=rollout, turn=turn) for turn in range(first, first + turns)]

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from mcore_prefix_tree.data.chat import ChatMessage, Tool
-from mcore_prefix_tree.data.chat_template import CALLING, QUESTION, ChatTemplates
+from mcore_prefix_tree.data.chat_template import CALLING, QUESTION, ChatTemplates, calling
 from mcore_prefix_tree.data.json_fields import ChatError
-from mcore_prefix_tree.data.messages import THINKING, check_said
+from mcore_prefix_tree.data.messages import THINKING, ChatMessage, Tool, check_said
 
 # An empty block of thinking, for example <think></think> or [THINK][/THINK], with whitespace in and around it.
 _EMPTY_THINKING = re.compile(
@@ -25,9 +24,8 @@ _OPENED_THINKING = re.compile(r"[<\[◁]\|?[\w:]*(?:think|thought|reason)\w*\|?[
 # Variables with which chat templates turn thinking off.
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
 _LONGEST_TAG = 64
-# A message as templates read it, and a template's function from messages and switches to text.
+# A message as templates read it.
 Turn = dict[str, Any]
-Render = Callable[..., str]
 # A text that a rendering can be searched for; and characters that mark the end of a message's text, one for each.
 _PROBE = "7q1Zx"
 _FIRST_MARK = 0xF0000
@@ -36,25 +34,42 @@ _MARKS = re.compile("([\U000f0000-\U000ffffd])")
 _FEW = 8
 
 
-@dataclass(frozen=True, kw_only=True)
-class TurnText:
-    """Text of the assistant turn at message ``index``: its prompt, and the rendered conversation up to its end."""
+class TurnText(NamedTuple):
+    """Text of an assistant turn: its prompt, and the rendered conversation up to its end."""
 
-    index: int
     prompt: str
     answered: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """An assistant turn behind its history, which ``render`` writes."""
+
+    message: ChatMessage
+    index: int
+    history: list[Turn]
+    turn: Turn
+    render: Callable[..., str]
+
+    def prompt(self, **switches: bool) -> str:
+        """Return the text that the model is given."""
+        return self.render(self.history, add_generation_prompt=True, **switches)
+
+    def answered(self, **changes: Any) -> str:
+        """Return the text up to the end of the turn, with changes of it."""
+        return self.render([*self.history, self.turn | changes])
 
 
 class TurnTexts:
     """Renders turns, and rejects content that a template would silently drop."""
 
-    def __init__(self, templates: ChatTemplates, folder: str) -> None:
-        """``folder`` is the tokenizer's, for messages."""
+    def __init__(self, templates: ChatTemplates) -> None:
+        """Take the templates of a folder."""
         self._templates = templates
-        self._folder = folder
+        self._format = f"the chat template of tokenizer '{templates.folder}'"
         # Roles that the templates write, and parts of a turn, by the parts that it has.
         self._roles_written: dict[str, bool] = {}
-        self._parts_written: dict[tuple[str, tuple[frozenset[str], bool]], bool] = {}
+        self._parts_written: dict[tuple[str, frozenset[str], bool], bool] = {}
         # What prompts without thinking have more than others, by the last role and the block of thinking in the answer.
         self._inserted: dict[tuple[str, str], str] = {}
 
@@ -68,42 +83,50 @@ class TurnTexts:
         """
         render = partial(self._templates.render, tools=[tool.definition for tool in tools] or None)
         converted = [self._convert(message, f"messages[{index}]") for index, message in enumerate(messages)]
-        turns = [index for index, message in enumerate(messages) if message.role == "assistant"]
-
-        def alone(index: int) -> TurnText:
-            return self._turn(messages[index], index, converted[:index], converted[index], render)
-
-        if len(turns) > _FEW:
-            texts = self._spliced(messages, converted, turns, render)
-            if texts is not None and texts[len(turns) // 2] == alone(turns[len(turns) // 2]):
+        asked = [
+            _Asked(message=message, index=index, history=converted[:index], turn=converted[index], render=render)
+            for index, message in enumerate(messages)
+            if message.role == "assistant"
+        ]
+        if len(asked) > _FEW:
+            texts = self._spliced(asked, [message.role for message in messages])
+            middle = len(asked) // 2
+            if texts is not None and texts[middle] == self._turn(asked[middle]):
                 return texts
-        return [alone(index) for index in turns]
+        return [self._turn(one) for one in asked]
 
-    def _turn(self, message: ChatMessage, index: int, history: list[Turn], turn: Turn, render: Render) -> TurnText:
-        prompt = render(history, add_generation_prompt=True) if history else self._opening(render)
-        answered = render([*history, turn])
-        self._check_written(message, f"messages[{index}]", answered, history, turn, render)
+    def _turn(self, one: _Asked) -> TurnText:
+        try:
+            prompt = one.prompt()
+        except ChatError as error:
+            if one.history:
+                raise
+            raise ChatError(
+                f"field 'messages[0]' is an assistant message with no message before it, and {self._format} needs one; "
+                "begin with a system or user message"
+            ) from error
+        answered = one.answered()
+        if one.message.weight:
+            self._check_written(one, answered)
         adapt = self._with_empty_thinking if answered.startswith(prompt) else _with_or_without_thinking
-        return TurnText(index=index, prompt=adapt(prompt, answered, message, history, turn, render), answered=answered)
+        return TurnText(adapt(one, prompt, answered), answered)
 
-    def _spliced(
-        self, messages: Sequence[ChatMessage], converted: list[Turn], turns: list[int], render: Render
-    ) -> list[TurnText] | None:
+    def _spliced(self, turns: Sequence[_Asked], roles: Sequence[str]) -> list[TurnText] | None:
         """Return the texts of the turns from renderings of a few messages; None if the template's text is not local."""
         last = turns[-1]
-        roles = [message.role for message in messages]
-        marked = [one if one["role"] == "assistant" else _marked(one, at) for at, one in enumerate(converted[:last])]
-        whole = render(converted[: last + 1])
-        found, places = _unmarked(render([*marked, converted[last]]))
+        marked = [one if one["role"] == "assistant" else _marked(one, at) for at, one in enumerate(last.history)]
+        whole = last.answered()
+        found, places = _unmarked(replace(last, history=marked).answered())
         if found != whole or _MARKS.search(whole):
             return None
         texts: list[TurnText] = []
         before, asked = "", -1  # the text up to the end of the last message before a turn that is not the assistant's
-        for index in turns:
+        for one in turns:
+            index = one.index
             known, asked = asked, next((at for at in range(index - 1, -1, -1) if roles[at] != "assistant"), -1)
             near = _near(roles, known, index)
-            text = self._turn(messages[index], index, [marked[at] for at in near], converted[index], render)
-            (prompt, given), (answered, written) = _unmarked(text.prompt), _unmarked(text.answered)
+            text = self._turn(replace(one, history=[marked[at] for at in near]))
+            (prompt, given), (answered, written) = map(_unmarked, text)
             end = given.get(asked, -1)
             if written.get(asked, -1) != end or answered[: max(end, 0)] != prompt[: max(end, 0)]:
                 return None
@@ -114,68 +137,50 @@ class TurnTexts:
             else:  # a new question may change the text before it, as if it were all history
                 is_new = "user" in roles[known + 1 : asked + 1]
                 before = (whole[: places[known]] if is_new else before) + prompt[given[known] : end]
-            texts.append(
-                TurnText(index=index, prompt=before + prompt[max(end, 0) :], answered=before + answered[max(end, 0) :])
-            )
+            end = max(end, 0)
+            texts.append(TurnText(before + prompt[end:], before + answered[end:]))
         return texts if texts[-1].answered == whole else None
 
-    def _opening(self, render: Render) -> str:
-        """Return the prompt of a conversation that the assistant begins."""
-        try:
-            return render([], add_generation_prompt=True)
-        except ChatError as error:
-            raise ChatError(
-                "field 'messages[0]' is an assistant message with no message before it, and the chat template of "
-                f"tokenizer '{self._folder}' needs one; begin with a system or user message"
-            ) from error
-
-    def _check_written(
-        self, message: ChatMessage, field: str, answered: str, history: list[Turn], turn: Turn, render: Render
-    ) -> None:
+    def _check_written(self, one: _Asked, answered: str) -> None:
         """Reject a scored turn of which the template drops a part: it would be trained on as if that were not there."""
+        message, turn, field = one.message, one.turn, f"messages[{one.index}]"
 
         def is_read(name: str) -> bool:
-            without = {key: one for key, one in turn.items() if key != name}
-            return render([*history, without]) != answered
+            return one.render([*one.history, {key: kept for key, kept in turn.items() if key != name}]) != answered
 
-        if message.weight:
-            has_thinking = bool(message.thinking) or "</think>" in message.content
-            check_said(message.others, field, has_thinking=has_thinking, is_read=is_read)
-        parts = {}
+        check_said(message.others, field, has_thinking=_has_thinking(message), is_read=is_read)
+        parts: dict[str, dict[str, Any]] = {}
         if message.thinking:
-            parts["thinking"] = turn | dict.fromkeys(THINKING, message.thinking + _PROBE)
-        elif "</think>" in message.content:
-            parts["thinking"] = turn | {"content": message.content.replace("</think>", f"{_PROBE}</think>", 1)}
+            parts["thinking"] = dict.fromkeys(THINKING, message.thinking + _PROBE)
+        elif _has_thinking(message):
+            parts["thinking"] = {"content": message.content.replace("</think>", f"{_PROBE}</think>", 1)}
         if message.tool_calls:
             first, *others = turn["tool_calls"]
             # Some templates write a call by its id, others by its name.
             renamed = first | {"id": "call99999", "function": first["function"] | {"name": _PROBE}}
-            parts["tool_calls"] = turn | {"tool_calls": [renamed, *others]}
+            parts["tool_calls"] = {"tool_calls": [renamed, *others]}
             if message.content:
-                parts["content"] = turn | {"content": message.content + _PROBE}
-        shape = frozenset(parts), bool(message.thinking)
-        for part, changed in parts.items():
-            if (part, shape) not in self._parts_written:
-                self._parts_written[part, shape] = render([*history, changed]) != answered
-            if not self._parts_written[part, shape] and message.weight:
+                parts["content"] = {"content": message.content + _PROBE}
+        for part, changes in parts.items():
+            shape = part, frozenset(parts), bool(message.thinking)
+            if shape not in self._parts_written:
+                self._parts_written[shape] = one.answered(**changes) != answered
+            if not self._parts_written[shape]:
                 named = f"thinking ({', '.join(THINKING)})" if part == "thinking" else part
                 raise ChatError(
-                    f"field '{field}' has {named} that the chat template of tokenizer '{self._folder}' does not write, "
-                    "so that the model would not be trained on it; use a template that writes it, or remove it from "
-                    "the data"
+                    f"field '{field}' has {named} that {self._format} does not write, so that the model would not be "
+                    "trained on it; use a template that writes it, or remove it from the data"
                 )
 
-    def _with_empty_thinking(
-        self, prompt: str, answered: str, message: ChatMessage, history: list[Turn], turn: Turn, render: Render
-    ) -> str:
+    def _with_empty_thinking(self, one: _Asked, prompt: str, answered: str) -> str:
         """Return a turn's prompt with the empty block of thinking, if any, that the template gives the model."""
         block = _EMPTY_THINKING.match(answered, len(_unopened(prompt)))
-        if block is None or message.thinking or _EMPTY_THINKING.match(message.content):
+        if block is None or one.message.thinking or _EMPTY_THINKING.match(one.message.content):
             return prompt
-        key = history[-1]["role"] if history else "", block[0]
+        key = one.history[-1]["role"] if one.history else "", block[0]
         if key not in self._inserted:
             opens, opens_without = (
-                render(history, add_generation_prompt=True, **off)[len(render(history, **off)) :]
+                one.prompt(**off)[len(one.render(one.history, **off)) :]
                 for off in ({}, dict.fromkeys(_THINKING_SWITCHES, False))
             )
             self._inserted[key] = opens_without[len(opens) :] if opens_without.startswith(opens) else ""
@@ -183,20 +188,20 @@ class TurnTexts:
         if inserted.strip() and answered.startswith(prompt + inserted):
             return prompt + inserted
         # The block's last whitespace may be the text's own.
-        other = render([*history, turn | {"content": f"b{message.content}"}])
+        other = one.answered(content=f"b{one.message.content}")
         end = len(prompt)
         while end < block.end() and answered[end] == other[end]:
             end += 1
         return answered[:end]
 
-    def _convert(self, message: ChatMessage, field: str) -> dict[str, Any]:
+    def _convert(self, message: ChatMessage, field: str) -> Turn:
         """Return a message as the chat template reads it."""
         role = message.role
         if not self._writes(role):
             if role != "developer":
                 raise ChatError(
-                    f"field '{field}' has role '{role}', which the chat template of tokenizer '{self._folder}' does "
-                    "not write; remove it, or use a template that does"
+                    f"field '{field}' has role '{role}', which {self._format} does not write; remove it, or use a "
+                    "template that does"
                 )
             role = "system"
         converted = {key: one for key, one in message.others.items() if key in self._templates.words}
@@ -204,48 +209,32 @@ class TurnTexts:
         if message.thinking:
             converted |= dict.fromkeys(THINKING, message.thinking)
         if message.tool_calls:
-            converted["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {
-                        "name": call.name,
-                        "arguments": call.arguments if self._joins_arguments else _arguments(call.arguments),
-                    },
-                }
-                for call in message.tool_calls
-            ]
-        if message.tool_call_id is not None:
-            converted["tool_call_id"] = message.tool_call_id
-        if message.name is not None:
-            converted["name"] = message.name
-        return converted
+            read = str if self._joins_arguments else json.loads
+            calls = [(call.id, call.name, read(call.arguments)) for call in message.tool_calls]
+            converted |= calling(*calls, content=message.content)
+        named = {"tool_call_id": message.tool_call_id, "name": message.name}
+        return converted | {key: one for key, one in named.items() if one is not None}
 
     @cached_property
     def _joins_arguments(self) -> bool:
         """Return whether the chat template joins arguments with other text, and so takes their JSON text."""
-        (call,) = CALLING["tool_calls"]
-        texts = []
-        object_and_text: tuple[Any, str] = ({}, "{}")
-        for arguments in object_and_text:
-            changed = call | {"function": call["function"] | {"arguments": arguments}}
-            try:
-                texts.append(self._templates.render([QUESTION, CALLING | {"tool_calls": [changed]}]))
-            except ChatError:
-                texts.append("")
-        return not texts[0] and bool(texts[1])
+        forms: tuple[Any, ...] = {}, "{}"
+        of_object, of_text = (self._templates.text_of(QUESTION, calling(("call00001", "c", one))) for one in forms)
+        return bool(of_text) and not of_object
 
     def _writes(self, role: str) -> bool:
         """Return whether the chat template writes messages of a role, rather than drop them in silence."""
         if role not in self._roles_written:
-            probe: dict[str, Any] = {"role": role, "content": _PROBE}
+            probe: Turn = {"role": role, "content": _PROBE}
             conversation = [QUESTION, CALLING, probe] if role == "tool" else [probe, QUESTION, CALLING]
-            try:
-                found = self._templates.render(conversation)
-                self._roles_written[role] = _PROBE in found
-            except ChatError:  # a template that refuses the role says so with the record's own messages
-                self._roles_written[role] = role != "developer"
+            found = self._templates.text_of(*conversation)
+            # A template that refuses the role says so with the record's own messages.
+            self._roles_written[role] = role != "developer" if found is None else _PROBE in found
         return self._roles_written[role]
+
+
+def _has_thinking(message: ChatMessage) -> bool:
+    return bool(message.thinking) or "</think>" in message.content
 
 
 def _marked(turn: Turn, at: int) -> Turn:
@@ -284,12 +273,10 @@ def _near(roles: Sequence[str], asked: int, index: int) -> list[int]:
     return near if len(near) < index else list(range(index))
 
 
-def _with_or_without_thinking(
-    prompt: str, answered: str, message: ChatMessage, history: list[Turn], turn: Turn, render: Render
-) -> str:
+def _with_or_without_thinking(one: _Asked, prompt: str, answered: str) -> str:
     """Return the prompt that a turn continues, if the usual one turns thinking on for a turn without, or off."""
-    thinks = bool(message.thinking) or "</think>" in message.content
-    switched = render(history, add_generation_prompt=True, **dict.fromkeys(_THINKING_SWITCHES, thinks))
+    thinks = _has_thinking(one.message)
+    switched = one.prompt(**dict.fromkeys(_THINKING_SWITCHES, thinks))
     others = (switched,) if thinks else (switched, _unopened(prompt))
     return next((other for other in others if answered.startswith(other)), prompt)
 
@@ -298,11 +285,3 @@ def _unopened(prompt: str) -> str:
     """Return a prompt without the tag of thinking that it may end with."""
     opened = _OPENED_THINKING.search(prompt[-_LONGEST_TAG:])
     return prompt if opened is None else prompt[: -len(opened[0])]
-
-
-def _arguments(text: str) -> Any:
-    """Return arguments as the value that templates write with ``tojson``."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text

@@ -405,7 +405,7 @@ def test_number_weighs_the_tokens_of_a_turn(made, read, key):
 def test_switches_that_contradict_each_other_are_named(shown, keys):
     with pytest.raises(SampleError) as caught:
         shown("chatml", [user("a"), said("b", **keys)])
-    assert all(f"'{key}'" in str(caught.value) or f".{key}'" in str(caught.value) for key in keys)
+    assert all(key in str(caught.value) for key in keys)
 
 
 def test_switches_that_agree_are_one(shown):
@@ -448,7 +448,9 @@ def test_switch_under_another_name_is_refused(shown, key, value):
         [user("a"), said("b", **{key: value})],
         {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", key: value}]},
     ):
-        with pytest.raises(SampleError, match=rf"\[1\]\.{key}' changes .* is not read: call it '(loss|weight)'"):
+        with pytest.raises(
+            SampleError, match=rf"\[1\]' has '{key}', which changes .* is not read: call it '(loss|weight)'"
+        ):
             shown("chatml", record)
 
 
@@ -463,7 +465,7 @@ def test_key_that_is_no_switch_is_left_alone(shown, key, value):
 @pytest.mark.parametrize("key", ["loss", "weight", "mask"])
 def test_switch_of_a_part_is_refused(shown, key):
     parts = [{"type": "text", "text": "b"}, {"type": "text", "text": "c", key: 0}]
-    with pytest.raises(SampleError, match=rf"messages\[1\]\.content\[1\]\.{key}' switches"):
+    with pytest.raises(SampleError, match=rf"messages\[1\]\.content' has a part with '{key}'"):
         shown("chatml", [user("a"), {"role": "assistant", "content": parts}])
 
 

@@ -220,7 +220,7 @@ def test_both_texts_of_a_pair_are_scored_from_one_token_on(tmp_path):
 
 IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
 BAD = {
-    "an image": ({"messages": [IMAGE, ASSISTANT]}, "field 'messages[0].content[0]' is of type \"image_url\"; only"),
+    "an image": ({"messages": [IMAGE, ASSISTANT]}, "field 'messages[0].content[0].type' must be 'text', not \"im"),
     "images": ({"prompt": "a", "completion": "b", "images": ["x"]}, "field 'images' is not supported with 'com"),
     "template": ({"messages": [USER, ASSISTANT], "chat_template_kwargs": {"a": 1}}, "set data.chat_template_kwargs"),
     "both": (
@@ -250,7 +250,7 @@ BAD = {
     ),
     "in a completion": (
         {"prompt": [USER], "completion": [{"role": "assistant", "content": 3}]},
-        "field 'completion[0].content' must be a string, not a number",
+        "field 'completion[0].content' must be a valid string, not 3",
     ),
     "no list": ({"prompt": "a", "completions": "b"}, "field 'completions' must be a list of at least one completion"),
     "rewards": ({"prompt": "a", "responses": ["b", "c"], "rewards": [1]}, "field 'rewards' must be a list of 2 numb"),
@@ -258,7 +258,7 @@ BAD = {
     "mask": ({"prompt": "a", "completion": "b", "loss_mask": [1]}, "field 'loss_mask' goes with 'tokens'"),
     "logprobs": ({"prompt": [USER], "completion": "b", "old_logprobs": [1]}, "field 'old_logprobs' goes with 'tokens'"),
     "tools": ({"prompt": "a", "completion": "b", "tools": [3]}, "field 'tools' goes with messages, but the prompt is"),
-    "tools as text": ({"messages": [USER, ASSISTANT], "tools": "["}, "field 'tools' is not valid JSON"),
+    "tools as text": ({"messages": [USER, ASSISTANT], "tools": "["}, "field 'tools' is \"[\", which is not valid JSON"),
 }  # fmt: skip
 
 

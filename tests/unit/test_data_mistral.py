@@ -366,7 +366,7 @@ UNWRITTEN = {
         "'messages[2]' answers a call that is text",
     ),
     "an empty message in a turn": ([user("a"), said("b"), said("")], "'messages[2]' is an empty assistant message"),
-    "half a turn": ([user("a"), said("b", loss=0), said("c")], "are one turn in this chat format, but only a part of"),
+    "half a turn": ([user("a"), said("b", loss=0), said("c")], "is one turn with the assistant messages behind it in"),
 }
 
 

@@ -123,7 +123,7 @@ IN_VOCABULARY = TOKENS | {"sampling_mask": [None, None, [3, 8], [4]]}
         (RESPONSE | {"sampling_mask": {"token_ids": [3], "offsets": ["a"]}}, {}, "must be flat lists of integers"),
         (RESPONSE | {"sampling_mask": {"token_ids": [3]}}, {},
          "field 'sampling_mask' must be a list with an entry for each token"),
-        (IN_VOCABULARY, {"vocab_size": 8}, "field 'sampling_mask' keeps 8 at index 2, outside the model's"),
+        (IN_VOCABULARY, {"vocab_size": 8}, "field 'sampling_mask' has 8 at index 2, outside the model's"),
         (IN_VOCABULARY, {"vocab_size": 9}, None),
         ({"messages": CHAT, "sampling_mask": [[1]]}, {"tokenizer": CharacterTokenizer()},
          "field 'sampling_mask' goes with 'tokens'"),

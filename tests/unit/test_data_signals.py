@@ -137,9 +137,7 @@ def test_mistakes_are_named(read, row, says, expand_turns):
 def test_teacher_tokens_are_checked_against_the_vocabulary(read):
     row = {"tokens": [1, 2, 3], "teacher": {"token_ids": [[999], [3], [99]], "logprobs": [[0], [-1], [-1]]}}
     assert read(row, vocab_size=100)[0].signals.teacher.token_ids.tolist() == [[999], [3], [99]]
-    with pytest.raises(
-        SampleError, match="field 'teacher' has a token at index 2 outside the model's vocabulary of 99"
-    ):
+    with pytest.raises(SampleError, match=r"field 'teacher' has .* at index 2, outside the model's vocabulary of 99"):
         read(row, vocab_size=99)
 
 

@@ -152,10 +152,10 @@ def test_arguments_that_are_too_deep_are_refused(case):
 @pytest.mark.parametrize(
     ("tool", "field"),
     [
-        ({"name": "f", "parameters": nested(MAX_DEPTH + 1)}, "tools[0].parameters"),
+        ({"name": "f", "parameters": nested(MAX_DEPTH + 1)}, "tools[0]"),
         ({"name": "f", "parameters": json.dumps(nested(900))}, "tools[0].parameters"),
-        ({"function": {"name": "f", "strict": nested(900)}}, "tools[0].function.strict"),
-        ({"function": {"name": "f"}, "type": nested(900, "list")}, "tools[0].type"),
+        ({"function": {"name": "f", "strict": nested(900)}}, "tools[0]"),
+        ({"function": {"name": "f"}, "type": nested(900, "list")}, "tools[0]"),
     ],
 )
 def test_tools_that_are_too_deep_are_refused(tool, field):

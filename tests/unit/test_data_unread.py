@@ -138,7 +138,7 @@ def test_format_by_name_reads_its_fields(tmp_path, name):
 def test_messages_may_have_other_names_of_keys(tmp_path):
     row = {"messages": [CHAT["messages"][0], CHAT["messages"][1] | {"step_loss_mask": 0}]}
     with pytest.raises(
-        SampleError, match="step_loss_mask' changes what is trained on, and is not read: call it 'loss'"
+        SampleError, match="step_loss_mask', which changes what is trained on, and is not read: call it 'loss'"
     ):
         read(tmp_path, row)
     for names in ({"format": "slime"}, {"given": {"loss": "step_loss_mask"}}):
