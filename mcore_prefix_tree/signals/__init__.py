@@ -230,9 +230,9 @@ def _check_roles(signals: Signals, source: str) -> None:
 
 
 def check_turn(turn: object, source: str) -> None:
-    """Raise SampleError unless a turn is an integer from 0, or None."""
-    if turn is not None and (not isinstance(turn, int) or isinstance(turn, bool) or turn < 0):
-        raise SampleError(f"{source}: field 'turn' must be an integer from 0, not {turn!r}")
+    """Raise SampleError unless a turn is an integer from 0 that fits into 32 bits, or None."""
+    if turn is not None and (not isinstance(turn, int) or isinstance(turn, bool) or not 0 <= turn < 1 << 31):
+        raise SampleError(f"{source}: field 'turn' must be an integer from 0 to {(1 << 31) - 1}, not {turn!r:.40}")
 
 
 def _reward(signals: Signals, scored: npt.NDArray[np.bool_], source: str) -> float | npt.NDArray[np.float64]:

@@ -32,6 +32,7 @@ def teacher(ids, logprobs, rows=6):
         ({"reward": [1.0]}, "reward", "has 1 entries, but 'loss_mask' scores 2 turns"),
         ({"reward": [1.0, 2.0], "turn": 2}, "reward", "has 2 entries, but this is turn 2, counted from 0"),
         ({"turn": -1}, "turn", "must be an integer from 0"),
+        ({"turn": 1 << 70}, "turn", "must be an integer from 0"),
         ({"turn": 0.5}, "turn", "must be an integer from 0"),
         ({"turn": True}, "turn", "must be an integer from 0"),
         ({"reward": 10**400}, "reward", "must be numbers"),
