@@ -8,6 +8,7 @@ import logging
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import date
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,6 @@ logger = logging.getLogger(__name__)
 # Calls of a template whose answer differs the next time.
 _CLOCK = "strftime_now"
 _UNSTEADY = (_CLOCK, "lipsum")
-# Date formats that a clock fixed at midnight can answer.
-_DATE_LETTERS = "aAbBcdFHIjmMpSTuUVwWxXyY"
 _UNSTEADY_FILTER = "random"
 # A template is a program of its author's, so any of these means that this conversation does not suit it. Errors of the
 # machine pass through, for example a missing package, a file or memory.
@@ -57,10 +56,8 @@ class ChatTemplates:
         known = inspect.signature(tokenizer.apply_chat_template).parameters
         for name in variables.keys() & known.keys():
             raise ValueError(f"chat_template_kwargs has '{name}', which is not a template variable; remove it")
-        shown = _parse_date(variables.pop(_CLOCK, None))
-        tokenizer.chat_template = {name: _with_clock(template, shown) for name, template in templates.items()}
         self.tokenizer, self.folder = tokenizer, folder
-        self._variables = variables
+        self._variables = variables | {_CLOCK: partial(_show, _parse_date(variables.get(_CLOCK)))}
         # Keys of messages that no template names need not be given to one.
         self.words = frozenset(word for one in templates.values() for word in re.findall(r"\w+", one))
 
@@ -121,17 +118,11 @@ def _parse_date(given: object) -> date | None:
         raise ValueError(f"chat_template_kwargs: {_CLOCK} is {given!r}; give a date as 2026-11-20") from None
 
 
-def _with_clock(template: str, shown: date | None) -> str:
-    """Return a template whose ``strftime_now`` is a macro, line break included, for a date; raise without one."""
-    if _CLOCK not in template:
-        return template
+def _show(shown: date | None, form: str) -> str:
+    """Return a date at midnight as a template's clock shows it."""
     if shown is None:
-        body = "{{ raise_exception('it reads the clock: chat_template_kwargs has no strftime_now, as 2026-11-20') }}"
-    else:
-        forms = [f"%{letter}" for letter in _DATE_LETTERS] + ["%-d", "%-m"]
-        shows = "".join(f".replace('{form}', {json.dumps(shown.strftime(form))})" for form in forms)
-        body = f"{{{{ format{shows} }}}}"
-    return f"{{% macro {_CLOCK}(format) %}}{body}{{% endmacro %}}\n{template}"
+        raise jinja2.TemplateError(f"it reads the clock: chat_template_kwargs has no {_CLOCK}, as 2026-11-20")
+    return shown.strftime(form)
 
 
 def _refuse_unsteady(templates: dict[str, str], folder: str, *, has_date: bool) -> None:
