@@ -267,7 +267,7 @@ def _json(name: str, value: Any, row: Mapping[str, Any]) -> str:
     if isinstance(value, JsonText):
         return value
     try:
-        return json.dumps(_plain(value), allow_nan=False)
+        return json.dumps(_plain(to_arrays(value)), allow_nan=False)
     except TypeError:
         raise SampleError(
             f"{row['source']}: field '{name}' is {value.type}, which JSON Lines cannot hold; write a table (a name "
@@ -275,29 +275,26 @@ def _json(name: str, value: Any, row: Mapping[str, Any]) -> str:
         ) from None
 
 
-def _plain(value: Any) -> Any:
+def to_arrays(value: Any) -> Any:
+    """Return routes, kept ids and teachers as arrays ``[...]`` and objects of arrays; other values as they are."""
+    if isinstance(value, RoutedExperts):
+        return value.ids
+    return value.parts() if isinstance(value, (SamplingMask, Teacher)) else value
+
+
+def _plain(value: Any, *, is_short: bool = False) -> Any:
+    """Return a value for JSON; if ``is_short``, float32 with the few digits that it is read back from."""
     if hasattr(value, "to_pylist"):  # an Arrow array of one
         value = value.to_pylist()[0]
-    if isinstance(value, RoutedExperts):
-        return pack_array(value.ids)
-    if isinstance(value, (SamplingMask, Teacher)):
-        return {name: _short(part) for name, part in value.parts().items()}
     if isinstance(value, dict):
-        return {name: _plain(one) for name, one in value.items()}
-    if isinstance(value, np.ndarray):
-        if not np.isfinite(value).all():
-            value = np.where(np.isfinite(value), value, np.array(None))
-        return value.tolist()
+        return {name: _plain(one, is_short=True) for name, one in value.items()}
     if isinstance(value, list):
-        return [_plain(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _short(part: Any) -> Any:
-    """Return a part of a teacher; a float32 has the digits that it is read back from, which are half of a double's."""
-    if isinstance(part, list):
-        return [None if row is None else _short(row) for row in part]
-    if isinstance(part, np.ndarray) and part.dtype == np.float32:
-        short = part.astype(np.str_).astype(np.float64)
-        part = np.where(short.astype(np.float32) == part, short, part)
-    return _plain(part)
+        return [_plain(one, is_short=is_short) for one in value]
+    if not isinstance(value, np.ndarray):
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+    if value.ndim == 3:
+        return pack_array(value)
+    if is_short and value.dtype == np.float32:
+        short = value.astype(np.str_).astype(np.float64)
+        value = np.where(short.astype(np.float32) == value, short, value)
+    return (value if np.isfinite(value).all() else np.where(np.isfinite(value), value, np.array(None))).tolist()
