@@ -192,11 +192,7 @@ def _naming_what_was_left_out(skipped: Skipped) -> Iterator[None]:
 
 def _check_scored(groups: Sequence[Sequence[Sample]], paths: Sequence[str], setting: str) -> None:
     """Raise SampleError if no token is scored: a loss of 0 would look like one that was computed."""
-    if isinstance(groups, StreamedGroups):
-        is_scored = groups.is_scored
-    else:
-        is_scored = any(sample.is_scored for group in groups for sample in group)
-    if not is_scored:
+    if not any(sample.is_scored for group in groups for sample in group):  # of streamed ones, the first is read
         raise SampleError(
             f"{', '.join(paths)}: no token is scored, so {setting} has no loss; give samples with an assistant turn, "
             "or with a 'loss_mask' that is above 0 behind the first token"

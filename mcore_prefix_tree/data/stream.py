@@ -8,8 +8,9 @@ begins, counts the samples of each record, and joins neighbouring records to uni
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from hashlib import blake2b
 from typing import overload
 
@@ -50,7 +51,6 @@ class StreamedGroups(Sequence[list[Sample]]):
 
     Attributes:
         sizes: int32 ``[len(self)]``, number of samples of each unit.
-        is_scored: whether any token is scored.
 
     Raises:
         SampleError: bad data, the first in the order of the files, on every rank; or other files on some rank, see
@@ -95,7 +95,6 @@ class StreamedGroups(Sequence[list[Sample]]):
         options.names.check_seen(set().union(*(part.seen for part in everyone)), resolved)
         if skipped is not None:
             skipped.merge(left_out)
-        self.is_scored = any(part.is_scored for part in everyone)
 
         # The records before which a unit begins, and their end; None if each record is a unit.
         self._begins: npt.NDArray[np.int64] | None = None
@@ -142,7 +141,6 @@ class StreamedGroups(Sequence[list[Sample]]):
                 unit += samples
                 part.sizes.append(len(samples))
                 part.left_out.merge(left_out)
-                part.is_scored = part.is_scored or any(sample.is_scored for sample in samples)
                 done = min(size, size * (number - records.start) // max(len(records), 1))
                 if progress is not None and done - told >= _PROGRESS_BYTES:
                     told = done
@@ -174,9 +172,10 @@ class StreamedGroups(Sequence[list[Sample]]):
         key = ids.pop()
         if key is not None and last is not None and unit_of(last, self._by, self._setting) == key:
             return True, b""
-        # 16 bytes that are the same in every process, and differ for records without an id.
-        text = f"record {record}" if key is None else repr(_as_compared(key))
-        return False, blake2b(text.encode(), digest_size=16).digest()
+        # 16 bytes that are the same in every process, for equal numbers too, and differ for records without an id.
+        ids_of_key = key if isinstance(key, tuple) else (f"record {record}" if key is None else key,)
+        compared = [Fraction(one) if isinstance(one, (int, float)) else one for one in ids_of_key]
+        return False, blake2b(repr(compared).encode(), digest_size=16).digest()
 
     def _check_together(self, keys: npt.NDArray[np.uint64]) -> None:
         """Check that no two units have the same key; the keys are uint64 ``[len(self), 2]``."""
@@ -230,7 +229,6 @@ class _Part:
     seen: set[str] = field(default_factory=set)
     failure: str = ""  # first error of the records, which ended the pass
     fault: str = ""  # first error of ``check``
-    is_scored: bool = False
 
     def check(self, unit: list[Sample], check: Callable[[list[Sample]], None] | None) -> None:
         """Check a complete unit, unless there was a fault before."""
@@ -239,10 +237,3 @@ class _Part:
                 check(unit)
             except SampleError as error:
                 self.fault = str(error)
-
-
-def _as_compared(key: Hashable) -> Hashable:
-    """Return one of 1, 1.0 and True for all three, which are equal to Python, also within a tuple."""
-    if isinstance(key, tuple):
-        return tuple(map(_as_compared, key))
-    return int(key) if isinstance(key, bool) or (isinstance(key, float) and key.is_integer()) else key
