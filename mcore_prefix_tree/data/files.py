@@ -39,9 +39,7 @@ def resolve_paths(paths: PathLike | Iterable[PathLike]) -> list[str]:
 
     Raises SampleError for a missing file, ImportError without the datasets library, TypeError for an invalid path.
     """
-    if not isinstance(paths, str | os.PathLike | Iterable):
-        raise TypeError(f"the data paths are a {type(paths).__name__}; {_GIVE}")
-    given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+    given = [paths] if isinstance(paths, str | os.PathLike) or not isinstance(paths, Iterable) else list(paths)
     for path in given:
         if not isinstance(path, str | os.PathLike):
             raise TypeError(f"a data path is a {type(path).__name__}; {_GIVE}")

@@ -30,9 +30,13 @@ STDIN, _LABEL = "-", "<stdin>"
 # The longest line: a file that is not JSON Lines may have no end.
 LINE_BYTES = 1 << 29
 _INDEXED_BYTES = 1 << 20
-# First bytes of gzip, Zstandard, bzip2 and xz, and of tables with the names that these must have.
-_PACKED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ")
-_TABLES = {b"PAR1": ("Parquet", ".parquet"), b"ARROW1": ("Arrow", ".arrow"), b"\xff\xff\xff\xff": ("Arrow", ".arrow")}
+# First bytes of gzip, Zstandard, bzip2, xz and tables, and what such a file is.
+_PACKED = dict.fromkeys(
+    (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ"),
+    "compressed; unpack it, or name a gzip file something.gz",
+)
+_ARROW = dict.fromkeys((b"ARROW1", b"\xff\xff\xff\xff"), "Arrow, known by its name; call it something.arrow")
+_OTHERS = _PACKED | _ARROW | {b"PAR1": "Parquet, known by its name; call it something.parquet"}
 # Characters that may lie between the names and the values of a valid object.
 _SPACE = re.compile(r"[\s:,]*")
 _scan = json.JSONDecoder().raw_decode
@@ -116,13 +120,9 @@ class Line:
         raw = self.raw
         if self.is_first:
             raw = raw.removeprefix(codecs.BOM_UTF8)
-            if raw.startswith(_PACKED):
-                raise SampleError(f"{self.source}: the file is compressed; unpack it, or name a gzip file something.gz")
-            for magic, (kind, suffix) in _TABLES.items():
+            for magic, what in _OTHERS.items():
                 if raw.startswith(magic):
-                    raise SampleError(
-                        f"{self.source}: the file is {kind}, known by its name; call it something{suffix}"
-                    )
+                    raise SampleError(f"{self.source}: the file is {what}")
         try:
             return raw.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -191,11 +191,7 @@ class Unchanged:
         """Raise SampleError if the file, by its open ``descriptor`` or its path, has changed, OSError if it is gone."""
         now = os.stat(self.path if descriptor is None else descriptor)
         if (now.st_size, now.st_mtime_ns) != (self.size, self.mtime_ns):
-            raise self.error()
-
-    def error(self) -> SampleError:
-        """Return the error for a file that is not the same."""
-        return SampleError(f"{self.path}: has changed since the run began; do not change the files while it runs")
+            raise SampleError(f"{self.path}: has changed since the run began; do not change the files while it runs")
 
 
 class LineIndex:
