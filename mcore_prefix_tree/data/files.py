@@ -6,6 +6,7 @@ import glob
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mcore_prefix_tree.data.fields import OUR_NAMES, FieldNames
-from mcore_prefix_tree.data.jsonl import STDIN, LineIndex, read_lines
+from mcore_prefix_tree.data.jsonl import STDIN, LineIndex, is_gzip, read_lines, reason
 from mcore_prefix_tree.data.records import Record
 from mcore_prefix_tree.data.skipped import Skipped
 from mcore_prefix_tree.sample import SampleError
@@ -147,11 +148,21 @@ class FileIndex:
             from mcore_prefix_tree.data.tables import RecentChunks, RowIndex
 
             recent = RecentChunks()
-        self._files: list[LineIndex | RowIndex] = [
-            RowIndex(path, recent, names) if is_table(path) else LineIndex(path) for path in paths
-        ]
+        self._paths = paths
+        self._files: list[LineIndex | RowIndex] = []
+        self._states: list[tuple[int, int]] = []  # before the files are indexed
+        for path in paths:
+            if path == STDIN or is_gzip(path):
+                name = "standard input" if path == STDIN else path
+                raise SampleError(
+                    f"{name}: cannot be read from the middle, which streaming does; unpack it into a file, or hold all "
+                    "samples in memory (data.streaming=false)"
+                )
+            with _naming(path):
+                self._states.append(_state(path))
+                self._files.append(RowIndex(path, recent, names) if is_table(path) else LineIndex(path))
         self._first_record = np.cumsum([0, *map(len, self._files)])
-        self._first_byte = np.cumsum([0, *(file.size for file in self._files)])
+        self._first_byte = np.cumsum([0, *(size for size, _ in self._states)])
 
     def __len__(self) -> int:
         """Records of all files."""
@@ -166,13 +177,27 @@ class FileIndex:
     def read(self, record: int) -> Record:
         """Return a record; raises SampleError if its file has changed or cannot be read any more."""
         file = int(np.searchsorted(self._first_record, record, side="right")) - 1
-        return self._files[file].read(record - int(self._first_record[file]))
+        path = self._paths[file]
+        with _naming(path):
+            if _state(path) != self._states[file]:
+                raise SampleError(f"{path}: has changed since the run began; do not change the files while it runs")
+            return self._files[file].read(record - int(self._first_record[file]))
+
+
+def _state(path: str) -> tuple[int, int]:
+    """Return size and time of the last change."""
+    found = os.stat(path)
+    return found.st_size, found.st_mtime_ns
+
+
+@contextmanager
+def _naming(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise SampleError(f"{path}: cannot be read: {reason(error)}") from error
 
 
 def no_samples(paths: Sequence[str], skipped: Skipped) -> SampleError:
     """Return the error for files that hold nothing to train on."""
-    why = "there are no rows" if all(map(is_table, paths)) else "every line is blank"
-    if skipped:
-        kinds = ["bad"] * bool(skipped.count) + ["excluded"] * bool(skipped.excluded)
-        why = f"all are {' or '.join(kinds)}: {skipped}"
-    return SampleError(f"{', '.join(paths)}: no samples; {why}")
+    return SampleError(f"{', '.join(paths)}: no samples; {skipped if skipped else 'there are no records'}")

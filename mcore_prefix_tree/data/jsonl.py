@@ -147,7 +147,7 @@ def read_lines(path: str) -> Iterator[Line]:
                     raise _long_line(f"{label}:{number}")
                 yield Line(f"{label}:{number}", raw, is_first=number == 1)
     except (OSError, EOFError, zlib.error) as error:
-        raise SampleError(f"{label}: cannot be read after line {number}: {_reason(error)}") from error
+        raise SampleError(f"{label}: cannot be read after line {number}: {reason(error)}") from error
 
 
 @contextmanager
@@ -163,7 +163,8 @@ def _open(path: str) -> Iterator[BinaryIO]:
             yield stream
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
+    """Return the operating system's reason of an error, or its text."""
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
@@ -173,62 +174,23 @@ def _long_line(source: str) -> SampleError:
     )
 
 
-@dataclass(frozen=True)
-class Unchanged:
-    """Size and time of the last change of a file, noted before it is indexed."""
-
-    path: str
-    size: int
-    mtime_ns: int
-
-    @classmethod
-    def since_now(cls, path: str) -> Unchanged:
-        """Note a file's size and time; raises OSError if it does not exist any more."""
-        now = os.stat(path)
-        return cls(path, now.st_size, now.st_mtime_ns)
-
-    def check(self, descriptor: int | None = None) -> None:
-        """Raise SampleError if the file, by its open ``descriptor`` or its path, has changed, OSError if it is gone."""
-        now = os.stat(self.path if descriptor is None else descriptor)
-        if (now.st_size, now.st_mtime_ns) != (self.size, self.mtime_ns):
-            raise SampleError(f"{self.path}: has changed since the run began; do not change the files while it runs")
-
-
 class LineIndex:
-    """Random access to a plain file's lines by their offsets; raises SampleError if the file is not seekable."""
+    """Random access to a plain file's lines by their offsets; raises OSError if it cannot be read."""
 
     def __init__(self, path: str) -> None:
-        if path == STDIN or is_gzip(path):
-            name = "standard input" if path == STDIN else path
-            raise SampleError(
-                f"{name}: cannot be read from the middle, which streaming does; unpack it into a file, or hold all "
-                "samples in memory (data.streaming=false)"
-            )
-        self._path = path
-        try:
-            check_regular(path)
-            self._file = Unchanged.since_now(path)
-            self._offsets = _line_offsets(path)
-        except OSError as error:
-            raise SampleError(f"{path}: cannot be read: {_reason(error)}") from error
-        self.size = int(self._offsets[-1])
+        check_regular(path)
+        self._path, self._offsets = path, _line_offsets(path)
 
     def __len__(self) -> int:
         """Number of lines."""
         return len(self._offsets) - 1
 
     def read(self, number: int) -> Line:
-        """Return a line, from 0; raises SampleError if the file has changed or cannot be read any more."""
+        """Return a line, from 0; raises OSError if it cannot be read any more."""
         start, end = self._offsets[number : number + 2].tolist()
-        source = f"{self._path}:{number + 1}"
-        try:
-            # Opened each time: workers share nothing, and a job reads too few lines a second to notice.
-            with Path(self._path).open("rb", buffering=0) as stream:
-                raw = os.pread(stream.fileno(), end - start, start)
-                self._file.check(stream.fileno())
-                return Line(source, raw, is_first=number == 0)
-        except OSError as error:
-            raise SampleError(f"{source}: cannot be read: {_reason(error)}") from error
+        # Opened each time: workers share nothing, and a job reads too few lines a second to notice.
+        with Path(self._path).open("rb", buffering=0) as stream:
+            return Line(f"{self._path}:{number + 1}", os.pread(stream.fileno(), end - start, start), number == 0)
 
 
 def _line_offsets(path: str) -> npt.NDArray[np.int64]:

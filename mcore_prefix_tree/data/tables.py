@@ -26,7 +26,7 @@ from pyarrow import types
 
 from mcore_prefix_tree.data.fields import OUR_NAMES, FieldNames
 from mcore_prefix_tree.data.formats import FIELDS, FORMATS, JSON_FIELDS, KNOWN, PROMPT_ALONE
-from mcore_prefix_tree.data.jsonl import JsonText, Unchanged, to_arrays
+from mcore_prefix_tree.data.jsonl import JsonText, to_arrays
 from mcore_prefix_tree.data.keys import is_known_in_chats, shown, suggest_fields
 from mcore_prefix_tree.sample import SampleError
 from mcore_prefix_tree.utils.inputs import check_regular, is_utf8
@@ -238,8 +238,6 @@ class RowIndex:
     def __init__(self, path: str, recent: RecentChunks, names: FieldNames = OUR_NAMES) -> None:
         self._path, self._recent = path, recent
         try:
-            self._file = Unchanged.since_now(path)
-            self.size = self._file.size
             table = _open(path)
             self._columns, self._metadata = _columns(path, table.schema, names), table.metadata
             self._first_row = np.cumsum([0, *table.rows])
@@ -251,15 +249,10 @@ class RowIndex:
         return int(self._first_row[-1])
 
     def read(self, number: int) -> Row:
-        """Return a row, from 0; raises SampleError if the file has changed, or a chunk of it is too large."""
-        source = f"{self._path} row {number}"
-        try:
-            self._file.check()  # even if the chunk is held: a part of the file may be mapped
-        except OSError as error:
-            raise SampleError(f"{source}: cannot be read: {error}") from error
+        """Return a row, from 0; raises SampleError if its chunk is too large or cannot be read."""
         chunk = int(np.searchsorted(self._first_row, number, side="right")) - 1
         columns = self._recent.get((self._path, chunk), partial(self._load, chunk))
-        return Row(source, columns, number - int(self._first_row[chunk]))
+        return Row(f"{self._path} row {number}", columns, number - int(self._first_row[chunk]))
 
     def _load(self, chunk: int) -> tuple[Columns, int]:
         first, end = self._first_row[chunk : chunk + 2].tolist()

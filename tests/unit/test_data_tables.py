@@ -385,7 +385,7 @@ def test_tables_without_samples(tmp_path, form):
     for read in (read_samples, lambda path: StreamedGroups(path, OPTIONS)):
         with pytest.raises(SampleError, match=r"none of the columns tokens, messages, .*, only input_ids, text; "):
             read(path)
-        with pytest.raises(SampleError, match=r"no samples; there are no rows$"):
+        with pytest.raises(SampleError, match=r"no samples; there are no records$"):
             read(none)
 
 
