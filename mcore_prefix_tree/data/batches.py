@@ -233,19 +233,17 @@ class SampleOrder:
     def _epoch(self, number: int) -> _Epoch:
         known = self._drawn
         if known is None or known.number != number:
-            known = self._drawn = self._draw(number)  # at once: a step may be read ahead in another thread
+            rng = np.random.default_rng((self._seed, number))
+            if self.order == "folded":
+                lines, first, counts = self._deal(number, rng)
+            else:
+                lines = self._lines if self.order == "file" else self._lines[rng.permutation(len(self._lines))]
+                first, counts = np.zeros(len(lines), dtype=np.int64), self._counts(lines)
+            ends = np.cumsum(counts)
+            drawn = int(np.searchsorted(ends, self.per_epoch)) + 1
+            # At once: a step may be read ahead in another thread.
+            known = self._drawn = _Epoch(number, lines[:drawn], first[:drawn], ends[:drawn])
         return known
-
-    def _draw(self, number: int) -> _Epoch:
-        rng = np.random.default_rng((self._seed, number))
-        if self.order == "folded":
-            lines, first, counts = self._deal(number, rng)
-        else:
-            lines = self._lines if self.order == "file" else self._lines[rng.permutation(len(self._lines))]
-            first, counts = np.broadcast_to(np.int64(0), len(lines)), self._counts(lines)
-        ends = np.cumsum(counts)
-        drawn = int(np.searchsorted(ends, self.per_epoch)) + 1
-        return _Epoch(number, lines[:drawn], first[:drawn], ends[:drawn])
 
     def _deal(self, number: int, rng: np.random.Generator) -> tuple[Int64Array, Int64Array, Int64Array]:
         assert self.step is not None

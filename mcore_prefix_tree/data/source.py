@@ -88,7 +88,7 @@ class Source:
                     grouped_by=self.grouped_by,
                     step=self._samples_of_a_step,
                     setting=self.objective,
-                    joins_turns=self._joins_turns,
+                    joins_turns=self.order != "file",
                 )
         else:
             groups, skipped = self._whole(self.paths, self.grouped_by, self._samples_of_a_step, check, progress)
@@ -142,7 +142,8 @@ class Source:
         self, lines: Sequence[Sequence[Sample]], by: GroupedBy | None, step: int | None
     ) -> Sequence[Sequence[Sample]]:
         if by is None:
-            return with_later_turns(lines) if self._joins_turns else lines
+            # An order could separate the turns of a rollout that are in separate lines.
+            return with_later_turns(lines) if self.order != "file" else lines
         return whole_groups(lines, by, step=step, setting=self.objective)
 
     def _seen(self, paths: Sequence[str]) -> object:
@@ -152,11 +153,6 @@ class Source:
         except (SampleError, OSError, ImportError):  # which reading reports
             return self.ranks.rank
         return [(one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns) for one in found]
-
-    @property
-    def _joins_turns(self) -> bool:
-        """Return whether an order could separate the turns of a rollout that are in separate lines."""
-        return self.order != "file"
 
     @property
     def _samples_of_a_step(self) -> int | None:

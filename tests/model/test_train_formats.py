@@ -42,7 +42,7 @@ def list_of(array: object) -> object:
 
 
 def test_groups_that_lie_apart_train_as_neighbours_do(tmp_path: Path) -> None:
-    """The same steps, also where the job is resumed; streaming refuses such groups (tests/unit/test_data_stream_groups.py)."""
+    """The same steps, also where the job is resumed; streaming refuses such groups (test_data_stream_groups.py)."""
     neighbours = rows_with_signals(neighbours=3)
     apart = [row for member in range(3) for row in neighbours[member::3]]
     recipe = write_job(tmp_path, apart)
