@@ -30,7 +30,7 @@ class RowWriter(Protocol):
     """
 
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write more rows; raise SampleError, with a ``source``, for mixed types in a column, OSError without room."""
+        """Write more rows; raise SampleError for mixed types in a column, OSError without room."""
 
 
 def make_row(sample: Sample, names: FieldNames = OUR_NAMES) -> dict[str, Any]:
