@@ -119,16 +119,6 @@ _TITLES: dict[str, tuple[str, str, str]] = {
         "the chat format writes the same text in other tokens",
         f"train on the token ids that the engine returned; {_PAGE}",
     ),
-    "thinking": (
-        "thinking dropped from earlier turns",
-        "the chat format drops the thinking of earlier turns",
-        f"keep it if the engine saw it; {_PAGE}",
-    ),
-    "tools": (
-        "other tools, or tools in another place",
-        "the chat format moves the tools",
-        f"write the tools once, before the first message, if the engine saw them there; {_PAGE}",
-    ),
     "rewritten": (
         "history rewritten",
         "the chat format rewrites the history",

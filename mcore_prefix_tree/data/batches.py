@@ -20,8 +20,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -210,15 +211,12 @@ class SampleOrder:
                 yield stream.take(self.step)
 
     def pieces(self, consumed: int) -> Iterator[tuple[int, slice]]:
-        """Yield the lines behind the first ``consumed``, for ever, each with the samples to take of it."""
+        """Yield the lines behind the first ``consumed``, for ever, each with what to take of it."""
         number, offset = divmod(consumed, self.per_epoch)
         while True:
             epoch = self._epoch(number)
             for piece in range(int(np.searchsorted(epoch.ends, offset, side="right")), len(epoch.ends)):
                 line, first = int(epoch.lines[piece]), int(epoch.first[piece])
-                if self.by_line:
-                    yield line, slice(None)
-                    continue
                 begin, end = int(epoch.ends[piece - 1]) if piece else 0, int(epoch.ends[piece])
                 yield line, slice(first + max(0, offset - begin), first + end - begin)
             number, offset = number + 1, 0
@@ -235,19 +233,17 @@ class SampleOrder:
     def _epoch(self, number: int) -> _Epoch:
         known = self._drawn
         if known is None or known.number != number:
-            known = self._drawn = self._draw(number)  # at once: a step may be read ahead in another thread
+            rng = np.random.default_rng((self._seed, number))
+            if self.order == "folded":
+                lines, first, counts = self._deal(number, rng)
+            else:
+                lines = self._lines if self.order == "file" else self._lines[rng.permutation(len(self._lines))]
+                first, counts = np.zeros(len(lines), dtype=np.int64), self._counts(lines)
+            ends = np.cumsum(counts)
+            drawn = int(np.searchsorted(ends, self.per_epoch)) + 1
+            # At once: a step may be read ahead in another thread.
+            known = self._drawn = _Epoch(number, lines[:drawn], first[:drawn], ends[:drawn])
         return known
-
-    def _draw(self, number: int) -> _Epoch:
-        rng = np.random.default_rng((self._seed, number))
-        if self.order == "folded":
-            lines, first, counts = self._deal(number, rng)
-        else:
-            lines = self._lines if self.order == "file" else self._lines[rng.permutation(len(self._lines))]
-            first, counts = np.broadcast_to(np.int64(0), len(lines)), self._counts(lines)
-        ends = np.cumsum(counts)
-        drawn = int(np.searchsorted(ends, self.per_epoch)) + 1
-        return _Epoch(number, lines[:drawn], first[:drawn], ends[:drawn])
 
     def _deal(self, number: int, rng: np.random.Generator) -> tuple[Int64Array, Int64Array, Int64Array]:
         assert self.step is not None
@@ -269,7 +265,7 @@ class SampleOrder:
         return np.ones(len(lines), dtype=np.int64) if self.by_line else self._sizes[lines]
 
 
-class SampleStream:
+class SampleStream(AbstractContextManager["SampleStream"]):
     """Samples in an order, one batch after another, from the first that is not ``consumed``.
 
     Workers are those of a torch ``DataLoader``: each reads and encodes complete lines, a bounded number ahead, or a
@@ -279,10 +275,9 @@ class SampleStream:
 
     def __init__(self, order: SampleOrder, consumed: int, *, num_workers: int = 0) -> None:
         self.consumed = consumed
-        self._by_line = order.by_line
-        self._rest: list[Sample] = []
-        lines: Any = _Lines(order.groups)
-        self._groups: Iterator[Sequence[Sample] | Exception] = map(lines.__getitem__, order.pieces(consumed))
+        self._rest: list[Sequence[Sample]] = []
+        lines: Any = _Lines(order.groups, by_line=order.by_line)
+        self._lines: Iterator[list[Sequence[Sample]] | Exception] = map(lines.__getitem__, order.pieces(consumed))
         if num_workers and order.is_streamed:
             from torch.utils.data import DataLoader  # takes its time, and only training with workers needs it
 
@@ -290,13 +285,13 @@ class SampleStream:
             # example process groups and autograd graphs: it does not have their threads.
             gc.freeze()
             try:
-                self._groups = iter(
+                self._lines = iter(
                     DataLoader(
                         lines,
                         sampler=cast("Any", order.pieces(consumed)),
                         batch_size=None,
                         num_workers=num_workers,
-                        collate_fn=_as_it_is,
+                        collate_fn=lambda group: group,
                         worker_init_fn=_live_as_long_as_the_main_process,
                     )
                 )
@@ -308,51 +303,39 @@ class SampleStream:
             # At its exit Python would end workers by a signal that they ignore, and wait for them for ever.
             atexit.register(self.close)
 
-    def __enter__(self) -> SampleStream:
-        return self
-
     def __exit__(self, *exception: object) -> None:
         self.close()
 
     def take(self, count: int) -> list[Sample]:
         """Return the next ``count`` samples, or samples of as many lines; raises SampleError if a file has changed."""
-        if self._by_line:
-            taken = [sample for _ in range(count) for sample in self._next()]
-        else:
-            while len(self._rest) < count:
-                self._rest += self._next()
-            taken, self._rest = self._rest[:count], self._rest[count:]
+        while len(self._rest) < count:
+            more = next(self._lines)
+            if isinstance(more, Exception):
+                raise more
+            self._rest += more
+        taken, self._rest = self._rest[:count], self._rest[count:]
         self.consumed += count
-        return taken
-
-    def _next(self) -> Sequence[Sample]:
-        group = next(self._groups)
-        if isinstance(group, Exception):
-            raise group
-        return group
+        return list(chain.from_iterable(taken))
 
     def close(self) -> None:
         """End the workers."""
-        self._groups = iter(())
+        self._lines = iter(())
         atexit.unregister(self.close)
 
 
 class _Lines:
-    """A worker's data set: torch asks it for one place after another."""
+    """A worker's data set: torch asks it for one place after another, and gets what a step counts as one each."""
 
-    def __init__(self, groups: Sequence[Sequence[Sample]]) -> None:
-        self._groups = groups
+    def __init__(self, groups: Sequence[Sequence[Sample]], *, by_line: bool) -> None:
+        self._groups, self._by_line = groups, by_line
 
-    def __getitem__(self, place: tuple[int, slice]) -> Sequence[Sample] | Exception:
+    def __getitem__(self, place: tuple[int, slice]) -> list[Sequence[Sample]] | Exception:
         line, part = place
         try:
-            return self._groups[line][part]
+            samples = self._groups[line]
         except (SampleError, MemoryError, OSError) as error:
             return error  # torch would wrap it into a traceback
-
-
-def _as_it_is(group: Any) -> Any:
-    return group
+        return [samples][part] if self._by_line else [[sample] for sample in samples[part]]
 
 
 def _live_as_long_as_the_main_process(worker: int) -> None:

@@ -9,7 +9,6 @@ Three kinds of neighbours are compared; other samples that part, for example sev
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from mcore_prefix_tree.trie import common_prefix_length, sort_samples
 
 # Text of tokens, for people; None if the tokens are of another vocabulary.
 Decode = Callable[[Sequence[int]], str | None]
-CauseName = Literal["retokenised", "thinking", "tools", "rewritten", "prompt", "unknown"]
+CauseName = Literal["retokenised", "rewritten", "prompt", "unknown"]
 
 # A turn continues one of so many before it: turns of subagents may be between. Samples that repeat the text of another
 # lie within so many of it in order.
@@ -33,11 +32,6 @@ _FEW, _MANY = 32, 32
 _AHEAD, _SHOWN = 16, 64
 # Texts that are compared.
 _MOST = 4096
-# Marks of thinking, and words that head the tools within so many characters of a difference.
-_THINKING = re.compile(
-    r"[<\[◁]\|?(?P<closes>/|end_)?(?:[\w:]*(?:think|thought|reason)\w*|channel\|>analysis)", re.IGNORECASE
-)
-_TOOLS, _NEAR = re.compile(r"tools|functions", re.IGNORECASE), 24
 
 
 @dataclass(kw_only=True)
@@ -89,16 +83,15 @@ class _Search:
         return True
 
     def add(self, name: CauseName | None, one: int, other: int, at: int, *, samples: int = 1, tokens: int) -> None:
-        """Count a sample that parts from another at a token; without a name, the texts name the cause."""
+        """Count a sample that parts from another at a token; without a name, its text is another."""
         start = max(0, at - _AHEAD)
         text, other_text = (self.text(index, start, at + _SHOWN) for index in (one, other))
-        word = differs = 0
+        word = 0
         if text is not None and other_text is not None:
-            differs = common_length(text, other_text)
-            word = min(differs, len(self.text(one, start, at) or ""))
+            word = min(common_length(text, other_text), len(self.text(one, start, at) or ""))
             while word and not (text[word - 1].isspace() or text[word : word + 1].isspace()):
                 word -= 1
-            name = name or _name_texts(text, other_text, word, differs)
+            name = name or "rewritten"
         is_format = name != "prompt" and _is_one_record(self.samples[one], self.samples[other])
         cause = self.found.setdefault(
             (name or "unknown", is_format),
@@ -116,15 +109,6 @@ def _is_one_record(one: Sample, other: Sample) -> bool:
     """Return whether samples are turns of one conversation."""
     record = one.source.removesuffix(one.part)
     return bool(one.part and other.part) and record == other.source.removesuffix(other.part)
-
-
-def _name_texts(text: str, other_text: str, word: int, differs: int) -> CauseName:
-    """Name the cause of a context that is not the other's text, from the word that differs on."""
-    mark = next((found for found in _THINKING.finditer(other_text) if found.end() > differs), None)
-    if mark is not None and (mark.start() <= differs or mark["closes"]):
-        return "thinking"
-    is_tools = any(_TOOLS.search(one[word : differs + _NEAR]) for one in (text, other_text))
-    return "tools" if is_tools else "rewritten"
 
 
 def find_causes(samples: Sequence[Sample], *, decode: Decode | None = None) -> Causes:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import glob
-import inspect
-import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mcore_prefix_tree.data.fields import OUR_NAMES, FieldNames
-from mcore_prefix_tree.data.jsonl import STDIN, LineIndex, read_lines
+from mcore_prefix_tree.data.jsonl import STDIN, LineIndex, is_gzip, read_lines, reason
 from mcore_prefix_tree.data.records import Record
 from mcore_prefix_tree.data.skipped import Skipped
 from mcore_prefix_tree.sample import SampleError
-from mcore_prefix_tree.utils.inputs import HUB, local_path, read_text
+from mcore_prefix_tree.utils.inputs import HUB, local_path
 from mcore_prefix_tree.utils.versions import install_command
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ PathLike = str | os.PathLike[str]
 # Everything else is JSON Lines.
 TABLES = (".parquet", ".arrow", ".feather")
 _GIVE = "give the name of a file, or a list of names; samples that are in memory need no reading: Sample(tokens=[...])"
-_STATE, _SPLITS = "state.json", "dataset_dict.json"
+_SAVED = ("state.json", "dataset_dict.json")
 _NAME = re.compile(
     r"hf://(?P<name>[\w.-]+/[\w.-]+)(/(?P<config>[\w.-]+))?(@(?P<revision>[\w./-]+))?(:(?P<split>\w+))?", re.ASCII
 )
@@ -41,9 +40,7 @@ def resolve_paths(paths: PathLike | Iterable[PathLike]) -> list[str]:
 
     Raises SampleError for a missing file, ImportError without the datasets library, TypeError for an invalid path.
     """
-    if not isinstance(paths, str | os.PathLike | Iterable):
-        raise TypeError(f"the data paths are a {type(paths).__name__}; {_GIVE}")
-    given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+    given = [paths] if isinstance(paths, str | os.PathLike) or not isinstance(paths, Iterable) else list(paths)
     for path in given:
         if not isinstance(path, str | os.PathLike):
             raise TypeError(f"a data path is a {type(path).__name__}; {_GIVE}")
@@ -61,7 +58,7 @@ def _expand(path: str) -> Sequence[str]:
         raise SampleError(str(error)) from None
     if os.path.isdir(path):
         if is_saved(path):
-            return files_of_folder(path)
+            return _files_of(path, lambda datasets: datasets.load_from_disk(path, keep_in_memory=False))
         raise SampleError(f"{path}: is a folder; name its files, for example '{os.path.join(path, '*.jsonl')}'")
     if path == STDIN or os.path.exists(path):
         return [path]
@@ -74,38 +71,26 @@ def _expand(path: str) -> Sequence[str]:
 
 def is_saved(folder: str) -> bool:
     """Return whether ``save_to_disk`` of the datasets library wrote a folder."""
-    return any((Path(folder) / name).is_file() for name in (_STATE, _SPLITS))
+    return any((Path(folder) / name).is_file() for name in _SAVED)
 
 
-def files_of_folder(folder: str) -> list[str]:
-    """Return the Arrow files of a saved data set, in order; raise SampleError for several splits or a bad state."""
-    if not (Path(folder) / _STATE).is_file():
-        splits = _read(folder, _SPLITS).get("splits")
-        named = [str(one) for one in splits] if isinstance(splits, list) and splits else ["train"]
-        raise SampleError(f"{folder}: holds the splits {', '.join(named)}; name one, such as {Path(folder) / named[0]}")
-    state = _read(folder, _STATE)
-    if state.get("_indices_data_files") or state.get("_indices_files"):
-        raise SampleError(f"{folder}: selects rows of its files; save it again with flatten_indices()")
-    listed = state.get("_data_files")
-    names = [one.get("filename") if isinstance(one, dict) else None for one in listed] if listed else []
-    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
-        raise SampleError(f"{Path(folder) / _STATE}: does not name Arrow files of its folder; save the data set again")
-    files = [str(Path(folder) / str(name)) for name in names]
-    for file in files:
-        if not Path(file).is_file():
-            raise SampleError(f"{file}: is missing, but {_STATE} in its folder names it; save the data set again")
-    return files
-
-
-def _read(folder: str, name: str) -> dict[str, Any]:
-    path = Path(folder) / name
+def _files_of(path: str, load: Callable[[Any], Any]) -> tuple[str, ...]:
+    """Return the Arrow files of a data set that the datasets library loads."""
     try:
-        found = json.loads(read_text(path))
-    except (OSError, ValueError, RecursionError) as error:
-        raise SampleError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise SampleError(f"{path}: must hold a JSON object; save the data set again")
-    return found
+        import datasets
+    except ImportError:
+        raise ImportError(f"{path}: data sets need the datasets library: {install_command('hub')}") from None
+    try:
+        found = load(datasets)
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:  # of the network, the hub, a builder, a damaged file: nearly anything
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise SampleError(f"{path}: the datasets library cannot load it: {reason}") from error
+    if isinstance(found, dict):
+        splits = list(found) or ["train"]
+        raise SampleError(f"{path}: holds the splits {', '.join(splits)}; name one, such as {Path(path) / splits[0]}")
+    return tuple(str(one["filename"]) for one in found.cache_files)
 
 
 @lru_cache
@@ -121,21 +106,10 @@ def files_of_hub(path: str) -> tuple[str, ...]:
     parts = _NAME.fullmatch(path)
     if parts is None:
         raise SampleError(f"{path}: is not a name such as hf://OWNER/NAME, hf://OWNER/NAME/CONFIG@REVISION:SPLIT")
-    try:
-        import datasets
-    except ImportError:
-        raise ImportError(f"{path}: data sets of the hub need the datasets library: {install_command('hub')}") from None
-    options = {"split": parts["split"] or "train", "revision": parts["revision"]}
-    if "trust_remote_code" in inspect.signature(datasets.load_dataset).parameters:
-        options["trust_remote_code"] = False  # later releases have no such argument: they never execute code
-    try:
-        found = datasets.load_dataset(parts["name"], parts["config"], **options)
-    except (ImportError, MemoryError):
-        raise
-    except Exception as error:  # of the network, the hub, a builder: nearly anything
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise SampleError(f"{path}: the datasets library cannot load it: {reason}") from error
-    return tuple(str(one["filename"]) for one in found.cache_files)
+    name, config, revision, split = parts.group("name", "config", "revision", "split")
+    return _files_of(
+        path, lambda datasets: datasets.load_dataset(name, config, split=split or "train", revision=revision)
+    )
 
 
 def is_table(path: str) -> bool:
@@ -174,11 +148,21 @@ class FileIndex:
             from mcore_prefix_tree.data.tables import RecentChunks, RowIndex
 
             recent = RecentChunks()
-        self._files: list[LineIndex | RowIndex] = [
-            RowIndex(path, recent, names) if is_table(path) else LineIndex(path) for path in paths
-        ]
+        self._paths = paths
+        self._files: list[LineIndex | RowIndex] = []
+        self._states: list[tuple[int, int]] = []  # before the files are indexed
+        for path in paths:
+            if path == STDIN or is_gzip(path):
+                name = "standard input" if path == STDIN else path
+                raise SampleError(
+                    f"{name}: cannot be read from the middle, which streaming does; unpack it into a file, or hold all "
+                    "samples in memory (data.streaming=false)"
+                )
+            with _naming(path):
+                self._states.append(_state(path))
+                self._files.append(RowIndex(path, recent, names) if is_table(path) else LineIndex(path))
         self._first_record = np.cumsum([0, *map(len, self._files)])
-        self._first_byte = np.cumsum([0, *(file.size for file in self._files)])
+        self._first_byte = np.cumsum([0, *(size for size, _ in self._states)])
 
     def __len__(self) -> int:
         """Records of all files."""
@@ -193,13 +177,27 @@ class FileIndex:
     def read(self, record: int) -> Record:
         """Return a record; raises SampleError if its file has changed or cannot be read any more."""
         file = int(np.searchsorted(self._first_record, record, side="right")) - 1
-        return self._files[file].read(record - int(self._first_record[file]))
+        path = self._paths[file]
+        with _naming(path):
+            if _state(path) != self._states[file]:
+                raise SampleError(f"{path}: has changed since the run began; do not change the files while it runs")
+            return self._files[file].read(record - int(self._first_record[file]))
+
+
+def _state(path: str) -> tuple[int, int]:
+    """Return size and time of the last change."""
+    found = os.stat(path)
+    return found.st_size, found.st_mtime_ns
+
+
+@contextmanager
+def _naming(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise SampleError(f"{path}: cannot be read: {reason(error)}") from error
 
 
 def no_samples(paths: Sequence[str], skipped: Skipped) -> SampleError:
     """Return the error for files that hold nothing to train on."""
-    why = "there are no rows" if all(map(is_table, paths)) else "every line is blank"
-    if skipped:
-        kinds = ["bad"] * bool(skipped.count) + ["excluded"] * bool(skipped.excluded)
-        why = f"all are {' or '.join(kinds)}: {skipped}"
-    return SampleError(f"{', '.join(paths)}: no samples; {why}")
+    return SampleError(f"{', '.join(paths)}: no samples; {skipped if skipped else 'there are no records'}")

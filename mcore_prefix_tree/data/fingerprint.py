@@ -43,8 +43,7 @@ def check_same_samples(groups: Sequence[Sequence[Sample]], paths: Sequence[str],
         return
     crc = _update_crc(chain.from_iterable(groups), crc32(np.array([len(group) for group in groups]).data))
     samples, tokens = sum(map(len, groups)), sum(map(len, chain.from_iterable(groups)))
-    what = f"{_count(samples, 'sample')} of {_count(tokens, 'token')} in {_count(len(groups), 'record')}"
-    _check_same(what, crc, paths, ranks)
+    _check_same(f"records: {len(groups):,}, samples: {samples:,}, tokens: {tokens:,}", crc, paths, ranks)
 
 
 def check_same_files(records: int, paths: Sequence[str], read: Callable[[int], Sequence[Sample]], ranks: Ranks) -> None:
@@ -58,7 +57,7 @@ def check_same_files(records: int, paths: Sequence[str], read: Callable[[int], S
     for record in _sample_records(records):
         with suppress(SampleError):  # which is reported when the files are read
             crc = _update_crc(read(record), crc)
-    _check_same(_count(records, "record"), crc, paths, ranks)
+    _check_same(f"records: {records:,}", crc, paths, ranks)
 
 
 def checksum(groups: Sequence[Sequence[Sample]], sizes: npt.NDArray[np.int64], *, all_of_them: bool) -> int:
@@ -70,12 +69,6 @@ def checksum(groups: Sequence[Sequence[Sample]], sizes: npt.NDArray[np.int64], *
     return _update_crc(
         chain.from_iterable(some), crc32(np.ascontiguousarray(sizes, dtype=np.int64).data), signals=False
     )
-
-
-def fingerprints_differ(before: Mapping[str, int], now: Mapping[str, int]) -> bool | None:
-    """Return whether two runs' checksums, by the way of reading, differ; None if they have no way in common."""
-    ways = before.keys() & now.keys()
-    return any(before[way] != now[way] for way in ways) if ways else None
 
 
 def _sample_records(number: int) -> list[int]:
@@ -92,29 +85,14 @@ def _check_same(what: str, crc: int, paths: Sequence[str], ranks: Ranks) -> None
         return
     hosts = [one.host for one in digests]
     theirs = name_ranks([rank for rank, one in enumerate(digests) if one[:2] == odd[:2]], hosts)
-    ours = name_ranks([0], hosts)
-    difference = f"{theirs} and {ours} each read {odd.what}, but not the same ones"
-    if odd.what != first.what:
-        difference = f"{theirs} read {odd.what}, but {ours} read {first.what}"
-    # Name the files that differ in size; all of them if none does, or if their names differ.
-    files = _listed([*first.files])
-    if odd.files.keys() != first.files.keys():
-        files = f"{_listed([*odd.files])} and {files}"
-    elif odd.files != first.files:
-        sizes = [(path, odd.files[path], size) for path, size in first.files.items() if odd.files[path] != size]
-        files = _listed([f"{path} ({theirs:,} bytes and {ours:,})" for path, theirs, ours in sizes])
+    # The files that differ in name or size; all if none does.
+    files = sorted(odd.files.items() ^ first.files.items()) or [*first.files.items()]
+    named = [f"{path} ({size:,} bytes)" for path, size in files[:_NAMED]]
+    named += [f"{len(files) - _NAMED} more"] if len(files) > _NAMED else []
     raise SampleError(
-        f"{difference}, from {files}; give all machines the same files, and the same tokenizer in the same version"
+        f"{theirs} read other data ({odd.what}) than {name_ranks([0], hosts)} ({first.what}), from {', '.join(named)}; "
+        "give all machines the same files, and the same tokenizer in the same version"
     )
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = [f"{len(names) - _NAMED} more"] if len(names) > _NAMED else []
-    return ", ".join([*names[:_NAMED], *more])
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def _file_size(path: str) -> int:
@@ -165,11 +143,13 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     :data:`CHECKSUMS` if as many other samples are read; None if nothing differs.
     """
     for name, value in now.items():
-        if fingerprints_differ(before[name], value) if name == CHECKSUMS else before[name] != value:
+        old = before[name]
+        # Checksums are compared by the ways of reading that both runs have.
+        if old | value != value | old if name == CHECKSUMS else old != value:
             return name
     return None
 
 
 def are_new_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Return whether a job that declares its data new begins them, and is not started again on the same data."""
-    return difference(before, now) is not None or fingerprints_differ(before[CHECKSUMS], now[CHECKSUMS]) is None
+    return difference(before, now) is not None or before[CHECKSUMS].keys().isdisjoint(now[CHECKSUMS])

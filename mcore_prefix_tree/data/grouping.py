@@ -44,6 +44,8 @@ def whole_groups(
 ) -> list[list[Sample]]:
     """Join the lines of each group, rollout or pair, in the order of their first lines; skip lines without samples.
 
+    Lines with one id are one group, wherever they lie.
+
     Args:
         by: kind of unit that is joined. A sample without ``rollout`` is a separate rollout; a sample without ``group``
             or ``pair`` is an error.
@@ -51,53 +53,18 @@ def whole_groups(
             size, a divisor of it, so that no order cuts one. None if steps count groups, of any sizes.
 
     Raises:
-        SampleError: a sample lacks the field; separate lines of a group have other prompts; a step would cut a group; a
-            pair is not two samples.
+        SampleError: a sample lacks the field; a step would cut a group; a pair is not two samples.
     """
     groups: list[list[Sample]] = []
     places: dict[Hashable, int] = {}
-    apart: set[int] = set()
-    last = -1
     for sample in (sample for line in lines for sample in line):
         key = unit_of(sample, by, setting)
         place = len(groups) if key is None else places.setdefault(key, len(groups))
         if place == len(groups):
             groups.append([])
-        elif place != last:
-            apart.add(place)
         groups[place].append(sample)
-        last = place
-    for place in sorted(apart) if by != "pair" else ():  # a pair is recognised by its size
-        _check_apart(groups[place], by)
     check_sizes(groups, np.array([len(group) for group in groups], dtype=np.int32), by, step)
     return groups
-
-
-def _check_apart(samples: Sequence[Sample], by: GroupedBy) -> None:
-    """Check that separate lines with one id are one group, and not two groups of two files or epochs."""
-    # Ids that start anew in each file or epoch show as a turn of a rollout that appears twice. Samples that name no
-    # rollout and turn must begin with one prompt, the shortest unscored beginning.
-    name, way_out = repr(getattr(samples[0].signals, by)), f"give each {by} its own id, or put its lines next to each"
-    turns: dict[tuple[Hashable, int | None], Sample] = {}
-    for sample in samples:
-        rollout, turn = sample.signals.rollout, sample.signals.turn
-        if rollout is not None and turns.setdefault((rollout, turn), sample) is not sample and turn is not None:
-            of_group = "" if by == "rollout" else f" of group {name}"
-            raise SampleError(
-                f"{sample.source}: turn {turn} of rollout {rollout!r}{of_group} is at {turns[rollout, turn].source} "
-                f"too; {way_out} other"
-            )
-    if len(turns) == len(samples):
-        return
-    scored = [np.flatnonzero(sample.loss_mask[1:]) for sample in samples]
-    prompts = [one.tokens[: at[0] + 1] if len(at) else one.tokens for one, at in zip(samples, scored, strict=True)]
-    first = min(range(len(samples)), key=lambda at: len(prompts[at]))
-    for sample in samples:
-        if not np.array_equal(sample.tokens[: len(prompts[first])], prompts[first]):
-            raise SampleError(
-                f"{sample.source}: {by} {name} has another prompt here than at {samples[first].source}, and other "
-                f"lines between; {way_out} other; lines of one group may lie apart if each has its 'rollout' and 'turn'"
-            )
 
 
 def check_sizes(

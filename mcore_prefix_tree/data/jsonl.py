@@ -30,9 +30,13 @@ STDIN, _LABEL = "-", "<stdin>"
 # The longest line: a file that is not JSON Lines may have no end.
 LINE_BYTES = 1 << 29
 _INDEXED_BYTES = 1 << 20
-# First bytes of gzip, Zstandard, bzip2 and xz, and of tables with the names that these must have.
-_PACKED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ")
-_TABLES = {b"PAR1": ("Parquet", ".parquet"), b"ARROW1": ("Arrow", ".arrow"), b"\xff\xff\xff\xff": ("Arrow", ".arrow")}
+# First bytes of gzip, Zstandard, bzip2, xz and tables, and what such a file is.
+_PACKED = dict.fromkeys(
+    (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ"),
+    "compressed; unpack it, or name a gzip file something.gz",
+)
+_ARROW = dict.fromkeys((b"ARROW1", b"\xff\xff\xff\xff"), "Arrow, known by its name; call it something.arrow")
+_OTHERS = _PACKED | _ARROW | {b"PAR1": "Parquet, known by its name; call it something.parquet"}
 # Characters that may lie between the names and the values of a valid object.
 _SPACE = re.compile(r"[\s:,]*")
 _scan = json.JSONDecoder().raw_decode
@@ -116,13 +120,9 @@ class Line:
         raw = self.raw
         if self.is_first:
             raw = raw.removeprefix(codecs.BOM_UTF8)
-            if raw.startswith(_PACKED):
-                raise SampleError(f"{self.source}: the file is compressed; unpack it, or name a gzip file something.gz")
-            for magic, (kind, suffix) in _TABLES.items():
+            for magic, what in _OTHERS.items():
                 if raw.startswith(magic):
-                    raise SampleError(
-                        f"{self.source}: the file is {kind}, known by its name; call it something{suffix}"
-                    )
+                    raise SampleError(f"{self.source}: the file is {what}")
         try:
             return raw.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -147,7 +147,7 @@ def read_lines(path: str) -> Iterator[Line]:
                     raise _long_line(f"{label}:{number}")
                 yield Line(f"{label}:{number}", raw, is_first=number == 1)
     except (OSError, EOFError, zlib.error) as error:
-        raise SampleError(f"{label}: cannot be read after line {number}: {_reason(error)}") from error
+        raise SampleError(f"{label}: cannot be read after line {number}: {reason(error)}") from error
 
 
 @contextmanager
@@ -163,7 +163,8 @@ def _open(path: str) -> Iterator[BinaryIO]:
             yield stream
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
+    """Return the operating system's reason of an error, or its text."""
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
@@ -173,66 +174,23 @@ def _long_line(source: str) -> SampleError:
     )
 
 
-@dataclass(frozen=True)
-class Unchanged:
-    """Size and time of the last change of a file, noted before it is indexed."""
-
-    path: str
-    size: int
-    mtime_ns: int
-
-    @classmethod
-    def since_now(cls, path: str) -> Unchanged:
-        """Note a file's size and time; raises OSError if it does not exist any more."""
-        now = os.stat(path)
-        return cls(path, now.st_size, now.st_mtime_ns)
-
-    def check(self, descriptor: int | None = None) -> None:
-        """Raise SampleError if the file, by its open ``descriptor`` or its path, has changed, OSError if it is gone."""
-        now = os.stat(self.path if descriptor is None else descriptor)
-        if (now.st_size, now.st_mtime_ns) != (self.size, self.mtime_ns):
-            raise self.error()
-
-    def error(self) -> SampleError:
-        """Return the error for a file that is not the same."""
-        return SampleError(f"{self.path}: has changed since the run began; do not change the files while it runs")
-
-
 class LineIndex:
-    """Random access to a plain file's lines by their offsets; raises SampleError if the file is not seekable."""
+    """Random access to a plain file's lines by their offsets; raises OSError if it cannot be read."""
 
     def __init__(self, path: str) -> None:
-        if path == STDIN or is_gzip(path):
-            name = "standard input" if path == STDIN else path
-            raise SampleError(
-                f"{name}: cannot be read from the middle, which streaming does; unpack it into a file, or hold all "
-                "samples in memory (data.streaming=false)"
-            )
-        self._path = path
-        try:
-            check_regular(path)
-            self._file = Unchanged.since_now(path)
-            self._offsets = _line_offsets(path)
-        except OSError as error:
-            raise SampleError(f"{path}: cannot be read: {_reason(error)}") from error
-        self.size = int(self._offsets[-1])
+        check_regular(path)
+        self._path, self._offsets = path, _line_offsets(path)
 
     def __len__(self) -> int:
         """Number of lines."""
         return len(self._offsets) - 1
 
     def read(self, number: int) -> Line:
-        """Return a line, from 0; raises SampleError if the file has changed or cannot be read any more."""
+        """Return a line, from 0; raises OSError if it cannot be read any more."""
         start, end = self._offsets[number : number + 2].tolist()
-        source = f"{self._path}:{number + 1}"
-        try:
-            # Opened each time: workers share nothing, and a job reads too few lines a second to notice.
-            with Path(self._path).open("rb", buffering=0) as stream:
-                raw = os.pread(stream.fileno(), end - start, start)
-                self._file.check(stream.fileno())
-                return Line(source, raw, is_first=number == 0)
-        except OSError as error:
-            raise SampleError(f"{source}: cannot be read: {_reason(error)}") from error
+        # Opened each time: workers share nothing, and a job reads too few lines a second to notice.
+        with Path(self._path).open("rb", buffering=0) as stream:
+            return Line(f"{self._path}:{number + 1}", os.pread(stream.fileno(), end - start, start), number == 0)
 
 
 def _line_offsets(path: str) -> npt.NDArray[np.int64]:
@@ -267,7 +225,7 @@ def _json(name: str, value: Any, row: Mapping[str, Any]) -> str:
     if isinstance(value, JsonText):
         return value
     try:
-        return json.dumps(_plain(value), allow_nan=False)
+        return json.dumps(_plain(to_arrays(value)), allow_nan=False)
     except TypeError:
         raise SampleError(
             f"{row['source']}: field '{name}' is {value.type}, which JSON Lines cannot hold; write a table (a name "
@@ -275,29 +233,26 @@ def _json(name: str, value: Any, row: Mapping[str, Any]) -> str:
         ) from None
 
 
-def _plain(value: Any) -> Any:
+def to_arrays(value: Any) -> Any:
+    """Return routes, kept ids and teachers as arrays ``[...]`` and objects of arrays; other values as they are."""
+    if isinstance(value, RoutedExperts):
+        return value.ids
+    return value.parts() if isinstance(value, (SamplingMask, Teacher)) else value
+
+
+def _plain(value: Any, *, is_short: bool = False) -> Any:
+    """Return a value for JSON; if ``is_short``, float32 with the few digits that it is read back from."""
     if hasattr(value, "to_pylist"):  # an Arrow array of one
         value = value.to_pylist()[0]
-    if isinstance(value, RoutedExperts):
-        return pack_array(value.ids)
-    if isinstance(value, (SamplingMask, Teacher)):
-        return {name: _short(part) for name, part in value.parts().items()}
     if isinstance(value, dict):
-        return {name: _plain(one) for name, one in value.items()}
-    if isinstance(value, np.ndarray):
-        if not np.isfinite(value).all():
-            value = np.where(np.isfinite(value), value, np.array(None))
-        return value.tolist()
+        return {name: _plain(one, is_short=True) for name, one in value.items()}
     if isinstance(value, list):
-        return [_plain(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _short(part: Any) -> Any:
-    """Return a part of a teacher; a float32 has the digits that it is read back from, which are half of a double's."""
-    if isinstance(part, list):
-        return [None if row is None else _short(row) for row in part]
-    if isinstance(part, np.ndarray) and part.dtype == np.float32:
-        short = part.astype(np.str_).astype(np.float64)
-        part = np.where(short.astype(np.float32) == part, short, part)
-    return _plain(part)
+        return [_plain(one, is_short=is_short) for one in value]
+    if not isinstance(value, np.ndarray):
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+    if value.ndim == 3:
+        return pack_array(value)
+    if is_short and value.dtype == np.float32:
+        short = value.astype(np.str_).astype(np.float64)
+        value = np.where(short.astype(np.float32) == value, short, value)
+    return (value if np.isfinite(value).all() else np.where(np.isfinite(value), value, np.array(None))).tolist()

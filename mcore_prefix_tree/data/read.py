@@ -52,18 +52,10 @@ def iter_sample_groups(
 ) -> Iterator[list[Sample]]:
     """Yield the samples of one record after another; shuffle these lists, because the turns of a line share its prefix.
 
-    A record is a line of JSON Lines, or a row of a ``.parquet``, ``.arrow`` or ``.feather`` file (Arrow IPC), whose
-    columns are the fields. It is ``{"tokens": [...]}`` with an optional ``loss_mask``, ``{"messages": [...]}`` in the
-    shape that ``parse_messages`` describes, or of another format of :mod:`mcore_prefix_tree.data.formats`; with an
-    optional ``merge_key`` (string, number, boolean or null) and the fields of
-    :class:`~mcore_prefix_tree.signals.Signals` under their own names (for example ``reward``, ``group`` or
-    ``old_logprobs``); those with an entry for each token go with ``tokens``. A record whose ``exclude`` is true (or 1;
-    a list for several completions) is skipped and counted. Other keys and columns are ignored, blank lines are skipped,
-    and a null in a row means that the field is missing.
-
-    In a conversation, the tokens that the assistant generated have mask 1 (text, tool calls, end of turn), all others
-    0. Messages after the last assistant turn are dropped: nothing scored depends on them. A record with ``tokens`` is
-    always one sample.
+    A record is a line of JSON Lines, or a row of a ``.parquet``, ``.arrow`` or ``.feather`` file, whose columns are the
+    fields: ``tokens``, ``messages`` or another format of :mod:`mcore_prefix_tree.data.formats`, with the fields of
+    :class:`~mcore_prefix_tree.signals.Signals` under their own names. A record whose ``exclude`` is true is skipped and
+    counted. Other fields are ignored, and a null means that the field is missing.
 
     Args:
         paths: one or several paths: a file (``.gz`` is unpacked), a glob (sorted), ``-`` for JSON Lines on standard

@@ -87,7 +87,7 @@ class Source:
                     grouped_by=self.grouped_by,
                     step=self._samples_of_a_step,
                     setting=self.objective,
-                    joins_turns=self._joins_turns,
+                    joins_turns=self.order != "file",
                 )
         else:
             groups, skipped = self._whole(self.paths, self.grouped_by, self._samples_of_a_step, check, progress)
@@ -141,7 +141,8 @@ class Source:
         self, lines: Sequence[Sequence[Sample]], by: GroupedBy | None, step: int | None
     ) -> Sequence[Sequence[Sample]]:
         if by is None:
-            return with_later_turns(lines) if self._joins_turns else lines
+            # An order could separate the turns of a rollout that are in separate lines.
+            return with_later_turns(lines) if self.order != "file" else lines
         return whole_groups(lines, by, step=step, setting=self.objective)
 
     def _seen(self, paths: Sequence[str]) -> object:
@@ -151,11 +152,6 @@ class Source:
         except (SampleError, OSError, ImportError):  # which reading reports
             return self.ranks.rank
         return [(one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns) for one in found]
-
-    @property
-    def _joins_turns(self) -> bool:
-        """Return whether an order could separate the turns of a rollout that are in separate lines."""
-        return self.order != "file"
 
     @property
     def _samples_of_a_step(self) -> int | None:
@@ -191,11 +187,7 @@ def _naming_what_was_left_out(skipped: Skipped) -> Iterator[None]:
 
 def _check_scored(groups: Sequence[Sequence[Sample]], paths: Sequence[str], setting: str) -> None:
     """Raise SampleError if no token is scored: a loss of 0 would look like one that was computed."""
-    if isinstance(groups, StreamedGroups):
-        is_scored = groups.is_scored
-    else:
-        is_scored = any(sample.is_scored for group in groups for sample in group)
-    if not is_scored:
+    if not any(sample.is_scored for group in groups for sample in group):  # of streamed ones, the first is read
         raise SampleError(
             f"{', '.join(paths)}: no token is scored, so {setting} has no loss; give samples with an assistant turn, "
             "or with a 'loss_mask' that is above 0 behind the first token"

@@ -7,8 +7,10 @@ begins, counts the samples of each record, and joins neighbouring records to uni
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from hashlib import blake2b
 from typing import overload
 
@@ -49,7 +51,6 @@ class StreamedGroups(Sequence[list[Sample]]):
 
     Attributes:
         sizes: int32 ``[len(self)]``, number of samples of each unit.
-        is_scored: whether any token is scored.
 
     Raises:
         SampleError: bad data, the first in the order of the files, on every rank; or other files on some rank, see
@@ -88,24 +89,22 @@ class StreamedGroups(Sequence[list[Sample]]):
             if part.failure:
                 raise SampleError(part.failure)
             left_out.merge(part.left_out)
-        self._record_sizes = np.concatenate([part.sizes for part in everyone])
+        self._record_sizes = np.concatenate([np.array(part.sizes, np.int32) for part in everyone])
         if not self._record_sizes.any():
             raise no_samples(resolved, left_out)
         options.names.check_seen(set().union(*(part.seen for part in everyone)), resolved)
         if skipped is not None:
             skipped.merge(left_out)
-        self.is_scored = any(part.is_scored for part in everyone)
 
         # The records before which a unit begins, and their end; None if each record is a unit.
         self._begins: npt.NDArray[np.int64] | None = None
         self.sizes = self._record_sizes
-        goes_on = np.concatenate([part.goes_on for part in everyone])
-        if grouped_by is not None or goes_on.any():
-            starts = np.flatnonzero((self._record_sizes > 0) & ~goes_on)
+        starts = np.concatenate([np.array(part.begins, np.int64) for part in everyone])
+        if grouped_by is not None or len(starts) < np.count_nonzero(self._record_sizes):
             self._begins = np.append(starts, len(index))
             self.sizes = np.add.reduceat(self._record_sizes, starts).astype(np.int32)
         if grouped_by is not None:
-            self._check_together(np.concatenate([part.keys for part in everyone]))
+            self._check_together(np.frombuffer(b"".join(part.keys for part in everyone), np.uint64).reshape(-1, 2))
             check_sizes(self, self.sizes, grouped_by, step)
         fault = next((part.fault for part in everyone if part.fault), "")
         if fault:
@@ -114,19 +113,16 @@ class StreamedGroups(Sequence[list[Sample]]):
     def _go_through(
         self, ranks: Ranks, check: Callable[[list[Sample]], None] | None, progress: Callable[[int, int], None] | None
     ) -> _Part:
+        """Go through the units that begin in this rank's records; the last may end in the next rank's."""
         records, size = self._index.part(ranks.rank, ranks.size)
-        part = _Part(sizes=np.zeros(len(records), np.int32), goes_on=np.zeros(len(records), np.bool_))
-        keys: list[bytes] = []
-        unit: list[Sample] = []  # the open one; empty if it began at the rank before, which checks it
+        part = _Part()
+        unit: list[Sample] = []
         told = 0
         try:
             last = self._last_before(records.start)
             for number in range(records.start, len(self._index)):
-                # The last unit may end at the next rank, which counts its own records.
-                is_mine = number < records.stop
-                if not is_mine and not (unit and check):
-                    break
-                left_out = part.left_out if is_mine else Skipped()
+                # It may belong to another rank only at the ends; merging counts takes a twentieth of a record's time.
+                left_out = part.left_out if part.begins and number < records.stop else Skipped()
                 record = self._index.read(number)
                 samples = samples_of_record(
                     record, self._options, left_out if self._skips else None, part.seen, left_out
@@ -136,24 +132,25 @@ class StreamedGroups(Sequence[list[Sample]]):
                     last = samples[-1]
                     if not goes_on:
                         part.check(unit, check)
-                        unit = []
-                        if not is_mine:
+                        if number >= records.stop:
                             break
-                        keys += [] if key is None else [key]
-                    if unit or not goes_on:
-                        unit += samples
-                if is_mine:
-                    at = number - records.start
-                    part.sizes[at], part.goes_on[at] = len(samples), bool(samples) and goes_on
-                    part.is_scored = part.is_scored or any(sample.is_scored for sample in samples)
-                    done = size * at // len(records)
-                    if progress is not None and done - told >= _PROGRESS_BYTES:
-                        told = done
-                        progress(done, size)
-            part.check(unit, check)
+                        unit = []
+                        part.begins.append(number)
+                        part.keys += key
+                if ranks.rank and not part.begins:
+                    continue  # it belongs to a unit of the rank before
+                unit += samples
+                part.sizes.append(len(samples))
+                if left_out is not part.left_out:
+                    part.left_out.merge(left_out)
+                done = min(size, size * (number - records.start) // max(len(records), 1))
+                if progress is not None and done - told >= _PROGRESS_BYTES:
+                    told = done
+                    progress(done, size)
+            else:
+                part.check(unit, check)
         except SampleError as error:
             part.failure = str(error)
-        part.keys = np.frombuffer(b"".join(keys), np.uint64).reshape(-1, 2)
         return part
 
     def _last_before(self, record: int) -> Sample | None:
@@ -164,10 +161,10 @@ class StreamedGroups(Sequence[list[Sample]]):
                     return samples[-1]
         return None
 
-    def _follows(self, last: Sample | None, samples: Sequence[Sample], record: int) -> tuple[bool, bytes | None]:
+    def _follows(self, last: Sample | None, samples: Sequence[Sample], record: int) -> tuple[bool, bytes]:
         """Return whether a record's samples belong to the unit of the sample before them, and a digest of its id."""
         if self._by is None:
-            return self._joins_turns and last is not None and is_later_turn(last, samples[0]), None
+            return self._joins_turns and last is not None and is_later_turn(last, samples[0]), b""
         ids = {unit_of(sample, self._by, self._setting) for sample in samples}
         if len(ids) > 1 or (None in ids and len(samples) > 1):
             raise SampleError(
@@ -176,10 +173,11 @@ class StreamedGroups(Sequence[list[Sample]]):
             )
         key = ids.pop()
         if key is not None and last is not None and unit_of(last, self._by, self._setting) == key:
-            return True, None
-        # 16 bytes that are the same in every process, and differ for records without an id.
-        text = f"record {record}" if key is None else repr(_as_compared(key))
-        return False, blake2b(text.encode(), digest_size=16).digest()
+            return True, b""
+        # 16 bytes that are the same in every process, for equal numbers too, and differ for records without an id.
+        ids_of_key = key if isinstance(key, tuple) else (f"record {record}" if key is None else key,)
+        compared = [Fraction(one) if isinstance(one, (int, float)) else one for one in ids_of_key]
+        return False, blake2b(repr(compared).encode(), digest_size=16).digest()
 
     def _check_together(self, keys: npt.NDArray[np.uint64]) -> None:
         """Check that no two units have the same key; the keys are uint64 ``[len(self), 2]``."""
@@ -224,17 +222,15 @@ class StreamedGroups(Sequence[list[Sample]]):
 
 @dataclass(kw_only=True, eq=False)
 class _Part:
-    """Findings of one rank in its N records."""
+    """Findings of one rank in the records of its units."""
 
-    sizes: npt.NDArray[np.int32]  # int32 ``[N]``, samples of each record
-    goes_on: npt.NDArray[np.bool_]  # bool ``[N]``, whether a record's samples belong to the unit before it
-    # uint64 ``[n, 2]``, digest of the id of each unit that begins here.
-    keys: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros((0, 2), np.uint64))
+    sizes: array[int] = field(default_factory=lambda: array("i"))  # samples of each record
+    begins: array[int] = field(default_factory=lambda: array("q"))  # record that each unit begins with
+    keys: bytearray = field(default_factory=bytearray)  # 16 bytes of digest of each unit's id
     left_out: Skipped = field(default_factory=Skipped)
     seen: set[str] = field(default_factory=set)
     failure: str = ""  # first error of the records, which ended the pass
     fault: str = ""  # first error of ``check``
-    is_scored: bool = False
 
     def check(self, unit: list[Sample], check: Callable[[list[Sample]], None] | None) -> None:
         """Check a complete unit, unless there was a fault before."""
@@ -243,10 +239,3 @@ class _Part:
                 check(unit)
             except SampleError as error:
                 self.fault = str(error)
-
-
-def _as_compared(key: Hashable) -> Hashable:
-    """Return one of 1, 1.0 and True for all three, which are equal to Python, also within a tuple."""
-    if isinstance(key, tuple):
-        return tuple(map(_as_compared, key))
-    return int(key) if isinstance(key, bool) or (isinstance(key, float) and key.is_integer()) else key

@@ -9,13 +9,16 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -23,14 +26,13 @@ from pyarrow import types
 
 from mcore_prefix_tree.data.fields import OUR_NAMES, FieldNames
 from mcore_prefix_tree.data.formats import FIELDS, FORMATS, JSON_FIELDS, KNOWN, PROMPT_ALONE
-from mcore_prefix_tree.data.jsonl import JsonText, Unchanged
+from mcore_prefix_tree.data.jsonl import JsonText, to_arrays
 from mcore_prefix_tree.data.keys import is_known_in_chats, shown, suggest_fields
 from mcore_prefix_tree.sample import SampleError
-from mcore_prefix_tree.signals import RoutedExperts, SamplingMask, Teacher
 from mcore_prefix_tree.utils.inputs import check_regular, is_utf8
 
-# Rows that are decoded together where rows are read in order.
-_BATCH_ROWS = 256
+# Most rows and numbers that are decoded together.
+_BATCH_ROWS, _BATCH_VALUES = 256, 1 << 20
 # Bytes of decoded chunks that a process holds, and so the largest size of one.
 CACHE_BYTES = 1 << 29
 # A chunk whose data is mapped holds its arrays as Python and Arrow keep them.
@@ -39,8 +41,6 @@ _CHUNK_OVERHEAD = 1 << 16
 PART_BYTES = 1 << 24
 _FAULTS = (OSError, pa.ArrowException)
 _LISTS = (pa.ListType, pa.LargeListType, pa.FixedSizeListType, pa.ListViewType, pa.LargeListViewType)
-# Bits of a number in a Parquet file; text has no fixed size.
-_BITS = {"BOOLEAN": 1, "INT32": 32, "INT64": 64, "FLOAT": 32, "DOUBLE": 64}
 
 # By name; None for a column that is not read.
 Columns = Mapping[str, Any]
@@ -109,32 +109,22 @@ def _without_nulls(value: Any) -> Any:
 
 
 class _Parquet:
-    kind, way_out = "a row group", " (row_group_size of the writer)"
-
     def __init__(self, path: str, metadata: Any = None) -> None:
         # A buffered stream decodes a column as it goes, rather than from all of its bytes.
         self._file = pq.ParquetFile(path, metadata=metadata, buffer_size=1 << 20, page_checksum_verification=True)
         self.schema, self.metadata = self._file.schema_arrow, self._file.metadata
         self.rows = [self.metadata.row_group(group).num_rows for group in range(self.metadata.num_row_groups)]
 
-    def batches(self, columns: list[str], chunks: Collection[int]) -> Iterator[tuple[Any, int]]:
-        """Yield record batches of some columns and chunks, with the bytes that they take in memory."""
+    def batches(self, columns: list[str], chunk: int) -> Iterator[tuple[Any, int]]:
+        """Yield record batches of some columns of a chunk, with the bytes that they take in memory."""
+        # Nothing says the bytes beforehand: a dictionary holds equal values once.
+        group = self.metadata.row_group(chunk)
+        leaves = [group.column(number) for number in range(group.num_columns)]
+        values = sum(leaf.num_values for leaf in leaves if leaf.path_in_schema.partition(".")[0] in columns)
+        rows = min(_BATCH_ROWS, max(1, _BATCH_VALUES * group.num_rows // max(values, 1)))
         # Threads of Arrow's, here and below, would be lost in the worker processes that torch forks.
-        for batch in self._file.iter_batches(_BATCH_ROWS, row_groups=chunks, columns=columns, use_threads=False):
+        for batch in self._file.iter_batches(rows, row_groups=[chunk], columns=columns, use_threads=False):
             yield batch, batch.nbytes
-
-    def least_bytes(self, columns: list[str], chunk: int) -> int:
-        """Return the bytes of a row group's numbers, from the file's metadata, whose own size is the packed one."""
-        group, bits = self.metadata.row_group(chunk), 0
-        for number in range(group.num_columns):
-            leaf, values = self._file.schema.column(number), group.column(number).num_values
-            if leaf.path.partition(".")[0] in columns:
-                kind, _, width = leaf.converted_type.partition("_")
-                bits += values * (int(width) if kind in ("INT", "UINT") else _BITS.get(leaf.physical_type, 0))
-        return bits // 8
-
-    def close(self) -> None:
-        self._file.close()
 
 
 class _Arrow:
@@ -145,11 +135,9 @@ class _Arrow:
     def __init__(self, path: str) -> None:
         self._mapped = pa.memory_map(path).read_buffer()
         self._is_file = self._mapped[:6].to_pybytes() == b"ARROW1"
-        self.kind, self.way_out = "a stream", ", uncompressed, or as an Arrow file"
         reader = self._reader()
         self.schema = reader.schema
         if self._is_file:
-            self.kind, self.way_out = "a record batch", ", or uncompressed, which is mapped"
             self.rows = [reader.get_batch(number).num_rows for number in range(reader.num_record_batches)]
         else:
             self.rows = [sum(batch.num_rows for batch in reader)]
@@ -159,20 +147,14 @@ class _Arrow:
         opened = pa.ipc.open_file if self._is_file else pa.ipc.open_stream
         return opened(self._mapped, options=pa.ipc.IpcReadOptions(use_threads=False))
 
-    def batches(self, columns: list[str], chunks: Collection[int]) -> Iterator[tuple[Any, int]]:
+    def batches(self, columns: list[str], chunk: int) -> Iterator[tuple[Any, int]]:
         reader, before = self._reader(), pa.total_allocated_bytes()
-        for batch in map(reader.get_batch, chunks) if self._is_file else reader:
+        for batch in [reader.get_batch(chunk)] if self._is_file else reader:
             chosen = batch.select(columns)
             chosen.validate(full=True)  # offsets that point out of the file would be followed
             # Uncompressed data is mapped, and takes none.
             yield chosen, max(pa.total_allocated_bytes() - before, 0)
             before = pa.total_allocated_bytes()
-
-    def least_bytes(self, columns: list[str], chunk: int) -> int:
-        return 0
-
-    def close(self) -> None:
-        """Do nothing: the last array that looks into the file unmaps it."""
 
 
 def _open(path: str, metadata: Any = None) -> _Parquet | _Arrow:
@@ -216,13 +198,13 @@ def read_rows(path: str, names: FieldNames = OUR_NAMES) -> Iterator[Row]:
     """Yield all rows of a table, decoded a few at a time; raises SampleError if it cannot be read or has no samples."""
     number = 0
     try:
-        with closing(_open(path)) as table:
-            size = os.path.getsize(path) // max(sum(table.rows), 1)
-            for batch, _ in table.batches(_columns(path, table.schema, names), range(len(table.rows))):
-                columns = _by_name(table.schema, batch)
-                for at in range(batch.num_rows):
-                    yield Row(f"{path} row {number}", columns, at, size)
-                    number += 1
+        table = _open(path)
+        size, wanted = os.path.getsize(path) // max(sum(table.rows), 1), _columns(path, table.schema, names)
+        for batch, _ in chain.from_iterable(table.batches(wanted, chunk) for chunk in range(len(table.rows))):
+            columns = _by_name(table.schema, batch)
+            for at in range(batch.num_rows):
+                yield Row(f"{path} row {number}", columns, at, size)
+                number += 1
     except _FAULTS as error:
         raise SampleError(f"{path}: cannot be read from row {number} on: {error}") from error
 
@@ -237,20 +219,17 @@ class RecentChunks:
     def __reduce__(self) -> tuple[type[RecentChunks], tuple[()]]:
         return RecentChunks, ()
 
-    def find(self, key: tuple[str, int]) -> Columns | None:
-        """Return the columns of a chunk, which becomes the last to go; None if it is not held."""
-        if key not in self._chunks:
-            return None
-        self._chunks[key] = self._chunks.pop(key)
-        return self._chunks[key][0]
-
-    def add(self, key: tuple[str, int], columns: Columns, size: int) -> Columns:
-        """Hold a chunk of so many bytes, and drop those used longest ago."""
-        self._chunks[key] = columns, size + _CHUNK_OVERHEAD
-        self._bytes += size + _CHUNK_OVERHEAD
-        while self._bytes > CACHE_BYTES and len(self._chunks) > 1:
-            self._bytes -= self._chunks.pop(next(iter(self._chunks)))[1]
-        return columns
+    def get(self, key: tuple[str, int], load: Callable[[], tuple[Columns, int]]) -> Columns:
+        """Return the columns of a chunk; if it is not held, load it with its bytes, and drop those used longest ago."""
+        found = self._chunks.pop(key, None)
+        if found is None:
+            columns, size = load()
+            found = columns, size + _CHUNK_OVERHEAD
+            self._bytes += found[1]
+            while self._bytes > CACHE_BYTES and self._chunks:
+                self._bytes -= self._chunks.pop(next(iter(self._chunks)))[1]
+        self._chunks[key] = found
+        return found[0]
 
 
 class RowIndex:
@@ -259,11 +238,9 @@ class RowIndex:
     def __init__(self, path: str, recent: RecentChunks, names: FieldNames = OUR_NAMES) -> None:
         self._path, self._recent = path, recent
         try:
-            self._file = Unchanged.since_now(path)
-            self.size = self._file.size
-            with closing(_open(path)) as table:
-                self._columns, self._metadata = _columns(path, table.schema, names), table.metadata
-                self._first_row = np.cumsum([0, *table.rows])
+            table = _open(path)
+            self._columns, self._metadata = _columns(path, table.schema, names), table.metadata
+            self._first_row = np.cumsum([0, *table.rows])
         except _FAULTS as error:
             raise SampleError(f"{path}: cannot be read: {error}") from error
 
@@ -272,41 +249,28 @@ class RowIndex:
         return int(self._first_row[-1])
 
     def read(self, number: int) -> Row:
-        """Return a row, from 0; raises SampleError if the file has changed, or a chunk of it is too large."""
-        source = f"{self._path} row {number}"
-        try:
-            self._file.check()  # even if the chunk is held: a part of the file may be mapped
-        except OSError as error:
-            raise SampleError(f"{source}: cannot be read: {error}") from error
+        """Return a row, from 0; raises SampleError if its chunk is too large or cannot be read."""
         chunk = int(np.searchsorted(self._first_row, number, side="right")) - 1
-        columns = self._recent.find((self._path, chunk)) or self._load(chunk)
-        return Row(source, columns, number - int(self._first_row[chunk]))
+        columns = self._recent.get((self._path, chunk), partial(self._load, chunk))
+        return Row(f"{self._path} row {number}", columns, number - int(self._first_row[chunk]))
 
-    def _load(self, chunk: int) -> Columns:
+    def _load(self, chunk: int) -> tuple[Columns, int]:
         first, end = self._first_row[chunk : chunk + 2].tolist()
-        batches: list[Any] = []
+        batches, size = [], 0
         try:
-            with closing(_open(self._path, self._metadata)) as table:
-                if table.rows != np.diff(self._first_row).tolist():
-                    raise self._file.error()
-                # A few rows at a time, because of text nothing says the size beforehand: a dictionary holds it once.
-                size, unpacked = table.least_bytes(self._columns, chunk), 0
-                for batch, taken in table.batches(self._columns, [chunk]) if size <= CACHE_BYTES else ():
-                    batches.append(batch)
-                    unpacked += taken
-                    size = max(size, unpacked)
-                    if size > CACHE_BYTES:
-                        break
+            table = _open(self._path, self._metadata)
+            for batch, taken in table.batches(self._columns, chunk):
+                batches.append(batch)
+                size += taken
+                if size > CACHE_BYTES:
+                    raise SampleError(
+                        f"{self._path}: rows {first} to {end - 1} are one part of the file and more than "
+                        f"{CACHE_BYTES >> 20:,} MiB unpacked, and streaming unpacks all of it for a single row; write "
+                        "smaller row groups or record batches, or hold all samples in memory (data.streaming=false)"
+                    )
         except _FAULTS as error:
             raise SampleError(f"{self._path}: cannot be read from row {first} on: {error}") from error
-        if size > CACHE_BYTES:
-            raise SampleError(
-                f"{self._path}: rows {first} to {end - 1} are {table.kind} of at least {size >> 20:,} MiB unpacked, "
-                f"and streaming unpacks all of it for a single row; write at most {CACHE_BYTES >> 20:,} MiB "
-                f"together{table.way_out}, or hold all samples in memory (data.streaming=false)"
-            )
-        columns = _by_name(table.schema, pa.Table.from_batches(batches))
-        return self._recent.add((self._path, chunk), columns, size)
+        return _by_name(table.schema, pa.Table.from_batches(batches)), size
 
 
 class TableWriter:
@@ -319,106 +283,83 @@ class TableWriter:
     def __init__(self, path: Path, *, is_parquet: bool) -> None:
         self._path, self._is_parquet = path, is_parquet
         self._spool = tempfile.TemporaryFile(dir=path.absolute().parent)  # noqa: SIM115  # closed on exit
-        self._schemas: list[Any] = []
-        # For each column, the kind of its values, and the first row with that kind.
-        self._kinds: dict[str, tuple[str, str]] = {}
+        self._schema, self._parts = pa.schema([]), 0
 
     def close(self) -> None:
         """Remove the parts."""
         self._spool.close()
 
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write more rows; each names its ``source``."""
-        columns, field = {}, ""
-        try:
-            for field in dict.fromkeys(name for row in rows for name in row):
-                columns[field] = self._column(field, rows)
-            part = pa.table(columns)
-        except (OverflowError, pa.ArrowException) as error:
-            raise _no_column(f"field '{field}'", error) from error
-        self._schemas.append(part.schema)
+        """Write more rows."""
+        columns = {}
+        for field in dict.fromkeys(name for row in rows for name in row):
+            with _naming_column(f"field '{field}'"):
+                columns[field] = _array([to_arrays(row.get(field)) for row in rows])
+                schemas = [self._schema, pa.schema([(field, columns[field].type)])]
+                self._schema = pa.unify_schemas(schemas, promote_options="permissive")
+        part = pa.table(columns)
+        self._parts += 1
         with pa.ipc.new_stream(self._spool, part.schema) as stream:
             stream.write_table(part)
 
-    def _column(self, name: str, rows: Sequence[Mapping[str, Any]]) -> Any:
-        values = [row.get(name) for row in rows]
-        if all(value is None or isinstance(value, pa.Array) for value in values):
-            # Carried values keep their type, or take the one that holds all of them.
-            schemas = [pa.schema([("", value.type)]) for value in values if value is not None]
-            kind = pa.unify_schemas(schemas, promote_options="permissive").field(0).type
-            return pa.concat_arrays([pa.nulls(1, kind) if value is None else value.cast(kind) for value in values])
-        values = [_decoded(value) for value in values]
-        for value, row in zip(values, rows, strict=True):
-            if value is not None:
-                source = str(_decoded(row["source"]))
-                kind, first = self._kinds.setdefault(name, (_json_kind(value), source))
-                if kind != _json_kind(value):
-                    raise SampleError(
-                        f"{source}: field '{name}' is {_json_kind(value)} and that of {first} is {kind}, but a column "
-                        "of a table holds one kind; write JSON Lines (a name that ends in .jsonl)"
-                    )
-        return _array(values)
-
     def finish(self) -> None:
         """Write the table."""
-        try:
-            schema = pa.unify_schemas(self._schemas, promote_options="permissive")
-            if self._is_parquet:
-                opened = pq.ParquetWriter(self._path, schema, compression="zstd", write_page_checksum=True)
-            else:
-                opened = pa.ipc.new_file(self._path, schema)  # uncompressed: readers map it
-            pending: list[Any] = []
-            self._spool.seek(0)
-            with opened as writer:
-                for number in range(len(self._schemas)):
-                    with pa.ipc.open_stream(self._spool) as stream:
-                        parts = [schema.empty_table(), stream.read_all()]
-                    pending.append(pa.concat_tables(parts, promote_options="permissive"))
-                    if sum(table.nbytes for table in pending) >= PART_BYTES or number == len(self._schemas) - 1:
-                        writer.write_table(pa.concat_tables(pending).combine_chunks())
-                        pending = []
-        except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
-            raise _no_column("a field", error) from error
+        if self._is_parquet:
+            opened = pq.ParquetWriter(self._path, self._schema, compression="zstd", write_page_checksum=True)
+        else:
+            opened = pa.ipc.new_file(self._path, self._schema)  # uncompressed: readers map it
+        pending: list[Any] = []
+        self._spool.seek(0)
+        with _naming_column("a field"), opened as writer:
+            for number in range(self._parts):
+                with pa.ipc.open_stream(self._spool) as stream:
+                    parts = [self._schema.empty_table(), stream.read_all()]
+                pending.append(pa.concat_tables(parts, promote_options="permissive"))
+                if sum(table.nbytes for table in pending) >= PART_BYTES or number == self._parts - 1:
+                    writer.write_table(pa.concat_tables(pending).combine_chunks())
+                    pending = []
 
 
-def _decoded(value: Any) -> Any:
-    if isinstance(value, JsonText):
-        return json.loads(value)
-    return value.to_pylist()[0] if isinstance(value, pa.Array) else value
-
-
-def _json_kind(value: Any) -> str:
-    if isinstance(value, (RoutedExperts, np.ndarray, list)):
-        return "a list"
-    if isinstance(value, (SamplingMask, Teacher, dict)):
-        return "an object"
-    if isinstance(value, (bool, np.bool_)):
-        return "true or false"
-    return "a string" if isinstance(value, str) else "a number"
+@contextmanager
+def _naming_column(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (OverflowError, pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
+        raise SampleError(
+            f"{name} cannot be a column of a table ({error}); write JSON Lines (a name that ends in .jsonl)"
+        ) from error
 
 
 def _array(values: Sequence[Any]) -> Any:
     """Return an Arrow array of values of one kind. In a list of numbers, NaN becomes null."""
     known = [value for value in values if value is not None]
-    example = known[0] if known else None
-    if isinstance(example, RoutedExperts):
-        return _fixed_lists(values)
-    if isinstance(example, np.ndarray):
+    if all(isinstance(value, pa.Array) for value in known):
+        # Carried values keep their type, or take the one that holds all of them.
+        schemas = [pa.schema([("", value.type)]) for value in known]
+        kind = pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+        return pa.concat_arrays([pa.nulls(1, kind) if value is None else value.cast(kind) for value in values])
+    if all(isinstance(value, np.ndarray) for value in known):
+        if known[0].ndim == 3:
+            return _fixed_lists(values)
         dtype = np.result_type(*(value.dtype for value in known))
         lists = [None if value is None else value.astype(dtype, copy=False) for value in values]
         return pa.array(lists, type=pa.list_(pa.from_numpy_dtype(dtype)), from_pandas=True)
-    if isinstance(example, (SamplingMask, Teacher)):
-        # Arrow takes the type of a field from its arrays of one dimension.
-        rows = [None if value is None else value.parts() for value in values]
-        values = [
-            row and {name: list(p) if getattr(p, "ndim", 0) > 1 else p for name, p in row.items()} for row in rows
-        ]
-    return pa.array(values)
+    return pa.array([_to_python(value) for value in values])
 
 
-def _fixed_lists(values: Sequence[RoutedExperts | None]) -> Any:
+def _to_python(value: Any) -> Any:
+    if isinstance(value, JsonText):
+        return json.loads(value)
+    if isinstance(value, pa.Array):
+        return value.to_pylist()[0]
+    if isinstance(value, dict):  # Arrow takes the type of a field from its arrays of one dimension
+        return {name: list(one) if getattr(one, "ndim", 0) > 1 else one for name, one in value.items()}
+    return value
+
+
+def _fixed_lists(values: Sequence[npt.NDArray[np.integer] | None]) -> Any:
     """Return lists ``[n]`` of lists of a fixed size, int16, of routes ``[n, layers, top-k]``."""
-    ids = [np.zeros((0, 0, 0), np.int16) if value is None else value.ids.astype(np.int16) for value in values]
+    ids = [np.zeros((0, 0, 0), np.int16) if value is None else value.astype(np.int16) for value in values]
     known = [one for one, value in zip(ids, values, strict=True) if value is not None]
     if len({one.shape[1:] for one in known}) > 1:
         raise pa.ArrowInvalid("its routes have different numbers of layers or of experts")
@@ -427,7 +368,3 @@ def _fixed_lists(values: Sequence[RoutedExperts | None]) -> Any:
         rows = pa.FixedSizeListArray.from_arrays(rows, size)
     ends, absent = np.cumsum([0, *map(len, ids)]), pa.array([value is None for value in values])
     return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), rows, mask=absent)
-
-
-def _no_column(what: str, error: Exception) -> SampleError:
-    return SampleError(f"{what} cannot be a column of a table ({error}); write JSON Lines (a name that ends in .jsonl)")

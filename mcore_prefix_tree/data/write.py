@@ -30,7 +30,7 @@ class RowWriter(Protocol):
     """
 
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write more rows; raise SampleError, with a ``source``, for mixed types in a column, OSError without room."""
+        """Write more rows; raise SampleError for mixed types in a column, OSError without room."""
 
 
 def make_row(sample: Sample, names: FieldNames = OUR_NAMES) -> dict[str, Any]:
@@ -56,20 +56,15 @@ def check_output(path: str | Path, inputs: Iterable[str | Path] = ()) -> None:
     paths.
 
     Raises:
-        ValueError: the file's folder does not exist or cannot be written to, the path is a folder or a device, or the
+        ValueError: the file's folder does not exist or cannot be written to, the path is not a regular file, or the
             command reads it.
         ImportError: the name is that of a table, and pyarrow is missing.
     """
-    target, folder = Path(path), Path(path).absolute().parent
-    fault = ""
-    if not folder.is_dir():
-        fault = "its folder does not exist; create it"
-    elif target.is_dir():
-        fault = f"is a folder; name a file in it, such as {target / 'scored.jsonl'}"
-    elif target.exists() and not target.is_file():
+    target, fault = Path(path), ""
+    if target.exists() and not target.is_file():
         fault = "exists and is not a regular file; name another"
-    elif not os.access(folder, os.W_OK):
-        fault = "its folder cannot be written to; name another"
+    elif not os.access(f"{target.absolute().parent}/", os.W_OK):
+        fault = "its folder does not exist or cannot be written to; create it, or name another"
     elif target.exists() and any(is_same_file(path, one) for given in inputs for one in _list_files(str(given))):
         fault = "is read by this command, which would replace it; name another file"
     if fault:

@@ -270,7 +270,7 @@ def test_help_names_read_and_replaced_files() -> None:
 def test_missing_output_folder_is_rejected_before_the_run(job: Path, tmp_path: Path) -> None:
     result = run_command("score", job, "--output", tmp_path / "no" / "out.jsonl")
     assert result.exit_code == 2
-    assert "its folder does not exist; create it" in result.stderr
+    assert "its folder does not exist or cannot be written to; create it" in result.stderr
 
 
 @pytest.mark.parametrize("name", ["scored.jsonl", "scored.parquet"])

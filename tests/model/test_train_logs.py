@@ -138,7 +138,7 @@ def test_file_with_other_content_is_not_changed(job: Path, tmp_path: Path, conte
         ("metrics.csv", "log.metrics: give a name that ends in .jsonl, the format of the file (given "),
         ("in_the_way/metrics.jsonl", "in_the_way/metrics.jsonl: File exists; name a file that can be written to"),
         ("in_the_way/below/metrics.jsonl", "metrics.jsonl: Not a directory; name a file that can be written to"),
-        ("folder.jsonl", "folder.jsonl: is a folder; name a file in it, such as"),
+        ("folder.jsonl", "folder.jsonl: exists and is not a regular file; name another"),
     ],
 )
 def test_unwritable_metrics_file_is_rejected_before_the_first_step(

@@ -250,7 +250,7 @@ def test_unusable_held_out_samples_are_rejected_before_the_first_step(tmp_path: 
     assert refused([*good[:3], lacking, *good[4:]]).startswith("/held_out.jsonl:4: field 'ref_logprobs' is missing")
     assert refused(good[:5]).startswith("/held_out.jsonl:5: pair 2 has 1 sample; a pair is two")
     assert f"outside the model's vocabulary of {VOCAB}" in refused([{"tokens": [1, VOCAB]}])
-    assert refused([]) == "/held_out.jsonl: no samples; every line is blank"
+    assert refused([]) == "/held_out.jsonl: no samples; there are no records"
     with pytest.raises(RecipeError, match=r"validation\.path: standard input is for data\.path; name a file"):
         load_recipe(job, ["validation.path=-"])
     with pytest.raises(RecipeError, match=r"validation\.eval_interval: input should be greater than 0"):

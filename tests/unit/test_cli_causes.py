@@ -79,7 +79,7 @@ def test_thinking_that_the_template_drops(tmp_path, folders):
     path = write_rows(tmp_path / "think.jsonl", [row])
     asked = ("--tokenizer", folders["thinking"], "--expand-turns")
     lines = said(path, *asked)
-    assert lines[1].startswith("- the chat format drops the thinking of earlier turns, 1 sample, ")
+    assert lines[1].startswith("- the chat format rewrites the history, 1 sample, ")
     assert lines[2].startswith(f"  {path}:1 turn 1 parts from {path}:1 turn 0 after ")
     assert '"<think> sum them </think> four' in lines[2]
     # The same tokens as rows of an engine's rollout may have been changed by anybody.
@@ -89,14 +89,14 @@ def test_thinking_that_the_template_drops(tmp_path, folders):
         for at, one in enumerate(samples)
     ]
     lines = said(write_rows(tmp_path / "rows.jsonl", rows), "--tokenizer", folders["thinking"])
-    assert lines[1].startswith("- thinking dropped from earlier turns, 1 sample, ")
+    assert lines[1].startswith("- history rewritten, 1 sample, ")
 
 
 @pytest.mark.parametrize("tokenizer", ["mistral-v3", "mistral-v3-tekken", "mistral-v7"])
 def test_tools_that_the_chat_format_moves(tmp_path, tokenizer):
     row = talk("Can I renew it?", "Yes.", "What do I owe?", "Nothing.", tools=[tool("find_member")])
     lines = said(write_rows(tmp_path / "tools.jsonl", [row]), "--tokenizer", tokenizer, "--expand-turns")
-    assert lines[1].startswith("- the chat format moves the tools, 1 sample, ")
+    assert lines[1].startswith("- the chat format rewrites the history, 1 sample, ")
 
 
 def test_a_template_that_rewrites_the_history(tmp_path):

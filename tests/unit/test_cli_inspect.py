@@ -256,7 +256,7 @@ TALK = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "c
     ("content", "arguments", "says"),
     [
         (None, [], "no such file"),
-        ("", [], "every line is blank"),
+        ("", [], "there are no records"),
         ('{"tokens": [1]}\n{"tokens": [1, -5]}', [], ":2: field 'tokens' has -5 at index 1"),
         ('{"tokens": [1]}', ["--tokenizer", "nonsense"], "tokenizer 'nonsense' is neither"),
         ("not json", [], ":1: not valid JSON"),

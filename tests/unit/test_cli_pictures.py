@@ -73,7 +73,7 @@ def test_pictures_are_checked_before_the_work(
     given = tmp_path / "data.jsonl" if command.startswith(("inspect", "plan")) else recipe
     words = [*command.split(), str(given), "--plot"]
     wrong_end = "give a file name that ends with .png or .svg"
-    absent = "its folder does not exist; create it"
+    absent = "its folder does not exist or cannot be written to; create it, or name another"
     for name, says in (("picture.gif", wrong_end), ("picture", wrong_end), ("missing/picture.png", absent)):
         done = run_command(*words, name)
         assert (done.exit_code, done.stdout, done.stderr) == (2, "", f"error: --plot {name}: {says}\n")

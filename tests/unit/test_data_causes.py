@@ -87,7 +87,7 @@ def test_dropped_thinking(talks):
     thought = [[(asked, f"<think>{answer[::-1]}</think>{answer}") for asked, answer in talk] for talk in talks]
     samples = samples_of(thought, history=drop_thinking, with_ids=True)
     (cause,) = find_causes(samples, decode=decode).causes
-    assert (cause.name, cause.samples) == ("thinking", sum(len(talk) - 1 for talk in talks))
+    assert (cause.name, cause.samples) == ("rewritten", sum(len(talk) - 1 for talk in talks))
 
 
 @given(talks=TALKS, with_ids=st.booleans(), has_text=st.booleans())

@@ -53,7 +53,7 @@ def test_file_is_as_without_the_excluded(tmp_path_factory, data):
             rows.append(row | data.draw(broken) | {"exclude": mark})
     path, without = write_rows(folder / "a.jsonl", rows), write_rows(folder / "b.jsonl", kept)
     if not kept:
-        says = f"{path}: no samples; all are excluded: excluded {len(rows)} by the field 'exclude'"
+        says = f"{path}: no samples; excluded {len(rows)} by the field 'exclude'"
         for read in (read_samples, partial(StreamedGroups, options=LineOptions())):
             with pytest.raises(SampleError, match=f"^{re.escape(says)}$"):
                 read(path)

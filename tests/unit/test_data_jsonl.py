@@ -308,7 +308,7 @@ REFUSED = {
         "data.jsonl", LINE + b'{"note": "caf\xe9", "tokens": [1]}\n',
         ":2: byte 14 of the line is not UTF-8; convert the file to UTF-8",
     ),
-    "blank": ("data.jsonl", b"\n   \n", ": no samples; every line is blank"),
+    "blank": ("data.jsonl", b"\n   \n", ": no samples; there are no records"),
     "no file": ("nothing.jsonl", None, ": no such file in "),
     "a glob without a file": ("*.jsonl", None, ": this glob matches no file in "),
 }  # fmt: skip

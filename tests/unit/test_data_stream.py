@@ -144,9 +144,9 @@ def test_skipped_samples_are_reported(write):
         read_samples(path, on_error="ignore")
     (path,) = write("jsonl", ["{", "[]"])
     for make in (lambda: read_samples(path, on_error="skip"), lambda: StreamedGroups(path, OPTIONS, on_error="skip")):
-        with pytest.raises(SampleError, match=r"no samples; all are bad: skipped 2 bad samples \(2 unreadable\): "):
+        with pytest.raises(SampleError, match=r"no samples; skipped 2 bad samples \(2 unreadable\): "):
             make()
-    with pytest.raises(SampleError, match="no samples; every line is blank"):
+    with pytest.raises(SampleError, match="no samples; there are no records"):
         StreamedGroups(write("jsonl", ["", " "]), OPTIONS)
 
 
@@ -199,7 +199,7 @@ def test_changed_file_is_detected(write, form, num_workers):
             with one.stream(1, num_workers=num_workers) as stream, says:
                 stream.take(1)
     path.unlink()
-    with pytest.raises(SampleError, match=rf"^{path}(:1| row 0): cannot be read: .*No such file"):
+    with pytest.raises(SampleError, match=rf"^{path}: cannot be read: .*No such file"):
         order.take(1, 1)
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from mcore_prefix_tree import Sample, SampleError, Signals
 from mcore_prefix_tree.data import EncodedTurn, FieldNames, read_samples, tables
+from mcore_prefix_tree.data.jsonl import JsonText
 from mcore_prefix_tree.data.write import check_output, check_rows_output, make_row, rows_file
 from mcore_prefix_tree.sample import Tempered
 from mcore_prefix_tree.signals import Teacher
@@ -124,9 +125,11 @@ def test_parts_have_a_bounded_size(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("one", "other", "says"),
     [
-        ({"group": "a"}, {"group": 1}, "f:2: field 'group' is a number and that of f:0 is a string, but a column"),
-        ({"merge_key": True}, {"merge_key": 1}, "field 'merge_key' is a number and that of f:0 is true or false"),
-        ({"reward": 1.0}, {"reward": np.ones(2)}, "f:2: field 'reward' is a list and that of f:0 is a number"),
+        ({"group": "a"}, {"group": 1}, "field 'group' cannot be a column of a table ("),
+        ({"merge_key": True}, {"merge_key": 1}, "field 'merge_key' cannot be a column of a table ("),
+        ({"reward": 1.0}, {"reward": np.ones(2)}, "field 'reward' cannot be a column of a table ("),
+        ({"reward": np.ones(2)}, {"reward": 1.0}, "field 'reward' cannot be a column of a table ("),
+        ({"info": JsonText("[1]")}, {"info": JsonText('{"a": 1}')}, "field 'info' cannot be a column of a table ("),
         ({"group": 1}, {"group": 2**70}, "'group' cannot be a column of a table"),
         ({"group": 0.5}, {"group": 2**60 + 1}, "cannot be a column of a table"),
     ],
@@ -185,15 +188,17 @@ def test_packed_lines_are_packed(tmp_path):
 
 def test_unwritable_output_is_rejected_before_work(tmp_path, monkeypatch):
     check_output(tmp_path / "rows.parquet")
+    (tmp_path / "file").touch()
     for path, says in [
-        (tmp_path / "no" / "rows.jsonl", "its folder does not exist; create it"),
-        (tmp_path, "is a folder; name a file in it, such as"),
+        (tmp_path / "no" / "rows.jsonl", "its folder does not exist or cannot be written to; create it, or name"),
+        (tmp_path / "file" / "rows.jsonl", "its folder does not exist or cannot be written to; create it, or name"),
+        (tmp_path, "exists and is not a regular file; name another"),
         ("/dev/null", "/dev/null: exists and is not a regular file; name another"),
     ]:
         with pytest.raises(ValueError, match=says):
             check_output(path)
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
-    with pytest.raises(ValueError, match="its folder cannot be written to; name another"):
+    with pytest.raises(ValueError, match="its folder does not exist or cannot be written to"):
         check_output(tmp_path / "rows.jsonl")
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "pyarrow", None)
@@ -239,9 +244,6 @@ def test_a_name_that_promises_other_contents_is_refused(tmp_path, name):
 )
 def test_names_with_a_known_suffix_pass(tmp_path, name):
     check_rows_output(tmp_path / name)
-    (tmp_path / name).mkdir()
-    with pytest.raises(ValueError, match="is a folder"):
-        check_rows_output(tmp_path / name)
 
 
 UNKNOWN = (

@@ -30,7 +30,7 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: fold([SAMPLE], trie=[1]), "trie is a list; give the result of build_trie"),  # type: ignore[arg-type]
     (lambda: TreeMetadata.from_layout([SAMPLE]), "the layout is a list; give the result of mcore_pr"),  # type: ignore[arg-type]
     (lambda: TreeMetadata.from_layout(None), "the layout is a NoneType; give the result of mcore_pr"),  # type: ignore[arg-type]
-    (lambda: read_samples(None), "the data paths are a NoneType; give the name of a file"),  # type: ignore[arg-type]
+    (lambda: read_samples(None), "a data path is a NoneType; give the name of a file"),  # type: ignore[arg-type]
     (lambda: read_samples([[1, 2]]), "a data path is a list; give the name of a file"),  # type: ignore[list-item]
     (lambda: read_samples([{"tokens": [1]}]), "a data path is a dict; give the name of a "),  # type: ignore[list-item]
     (
