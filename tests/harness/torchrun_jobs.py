@@ -135,22 +135,6 @@ def assert_same_bits(actual: dict[str, torch.Tensor], expected: dict[str, torch.
     assert not [name for name, value in expected.items() if not torch.equal(actual[name], value)]
 
 
-def figures(parts: list[str]) -> dict[str, float]:
-    return {name: float(value) for name, value in (part.rsplit(" ", 1) for part in parts)}
-
-
-def reported(done: Ended) -> list[dict[str, float]]:
-    """Metrics of each step, and its loss, gradient and learning rate; not how many tokens were carried."""
-    assert done.code == 0, done.err
-    steps = []
-    for line in done.out.splitlines():
-        if line.startswith("step "):
-            steps.append(figures(line.split(" | ")[1:4]))
-        elif line.startswith("  ") and steps:
-            steps[-1] |= figures([part for part in line.strip().split(" | ") if not part.startswith("carried ")])
-    return steps
-
-
 LAYOUTS = {
     "tensor and sequence": ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"),
     "pipeline": ("parallel.pipeline_model_parallel_size=2",),
