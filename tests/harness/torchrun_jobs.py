@@ -89,13 +89,15 @@ def run(
     stdin: str | None = None,
     timeout_s: float = 240,
     imports: Sequence[str] = (),
+    code: int | None = None,
 ) -> Ended:
     """Run a command line on ranks that are forked: for their joint work, without the time of torchrun's imports.
 
-    ``imports`` are further modules, in folders of ``sys.path``, that the ranks find imported.
+    It has to end with the ``code`` if given. ``imports`` are further modules, in folders of ``sys.path``, that the
+    ranks find imported.
     """
     words = [*program, *map(str, arguments)]
-    code, out, err = launch(
+    status, out, err = launch(
         ranks,
         words,
         stdin=stdin or "",
@@ -104,7 +106,8 @@ def run(
         imports=(*PRELOADED, *imports),
         path=tuple(sys.path) if imports else (),
     )
-    return Ended(code=code, out=out, err=err)
+    assert code in (None, status), err[-8000:]
+    return Ended(code=status, out=out, err=err)
 
 
 def run_torchrun(ranks: int, *arguments: object, stdin: str = "") -> Ended:

@@ -227,8 +227,7 @@ def test_a_critic_starts_from_a_language_model_in_a_pipeline(jobs: Callable[[str
 def test_all_ranks_refuse_a_model_that_has_diverged(jobs: Callable[[str], list[str]]) -> None:
     """Only the last stage sees the log-probabilities; the first one must not wait for ever."""
     wild = ("model.transformer.init_method_std=1e38", "model.dtype=float32", "validation.path=null")
-    done = run(2, "train", *jobs("grpo"), *LAYOUTS["pipeline"], *wild)
-    assert done.code == 2
+    done = run(2, "train", *jobs("grpo"), *LAYOUTS["pipeline"], *wild, code=2)
     assert done.errors
     assert all("the model's output for this sample is NaN or infinite" in line for line in done.errors)
 
