@@ -121,22 +121,6 @@ def test_dry_run(hybrid: Stock) -> None:
     assert "first step: expected speed-up " in run.output
 
 
-@needs_script
-@pytest.mark.parametrize(
-    ("pattern", "sizes", "entries"),
-    [("G-G*", DELTA_NET, 2 * 4 * 8 * 12), ("GMM*", f"{DELTA_NET} {MAMBA}", 3 * 4 * 8 * 12)],
-)
-def test_dry_run_counts_states(hybrid: Stock, pattern: str, sizes: str, entries: int) -> None:
-    if not HAS_DELTA_NET:
-        pytest.skip("Gated DeltaNet follows a tree since core_v0.19")
-    layers = f"{hybrid_model(pattern)} {sizes}"
-    run = trained(HYBRID, CPU, layers, TRAIN, FOLDED, hybrid.data, "--prefix-tree-dry-run")
-    (line,) = [line for line in run.output.splitlines() if "states of recurrent layers" in line]
-    most, size = (float(words.split()[0]) for words in (line.split("layers, ")[1], line.split("batch: ")[1]))
-    assert most > 1
-    assert size == pytest.approx(most * 4 * entries / 2**30, rel=1e-2)
-
-
 NEW = [
     (HYBRID, f"{HYBRID_LAYERS} *E", "--hybrid-layer-pattern *E has layers of experts, E, but no --num-experts"),
     (HYBRID, "--num-layers 4", "pretrain_hybrid.py needs --hybrid-layer-pattern, such as '*-*-'; -m mcore_prefix_tree"),
