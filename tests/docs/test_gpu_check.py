@@ -21,6 +21,7 @@ from gpu_check_parts.registry import PARTS
 from gpu_check_parts.results import Key, ResultFile
 from gpu_check_parts.sections import sections_of
 from gpu_check_parts.table import short_table
+from harness.commands import run_process
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
@@ -133,7 +134,7 @@ def test_signal_leaves_a_complete_file_and_no_process(tmp_path, number):
     assert process.returncode == 128 + number
     assert list(rows_in(tmp_path)) == ["first"]
     assert f"stopped by {number.name}" in said
-    running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    running = run_process(["ps", "-eo", "args"], code=0).stdout
     assert [line for line in running.splitlines() if "gpu_check_parts.child" in line and str(tmp_path) in line] == []
     run(tmp_path)
     assert seen(tmp_path) == ["first", "second", "second", "third"]

@@ -20,8 +20,7 @@ def test_the_tables_come_from_the_result_files() -> None:
 
 
 def test_the_example_of_an_own_trainer_runs() -> None:
-    done = run(1, program=(str(ROOT / "examples" / "own_trainer.py"),))
-    assert done.code == 0, done.err
+    done = run(1, program=(str(ROOT / "examples" / "own_trainer.py"),), code=0)
     first, *_, last = done.out.splitlines()
     assert first == "40 tokens of 5 samples, computed as 18"
     error = float(last.removeprefix("largest relative difference of a gradient: "))

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness.commands import run_process
 from recipe_launches import LAUNCH, RECIPES, ROOT, SIZES, Call, launch, slurm
 from torch.distributed.run import parse_args as parse_torchrun
 
@@ -54,10 +55,7 @@ def number(options: dict[str, list[str]], name: str, default: int = 1) -> int:
 def test_the_shell_finds_nothing(file: Path) -> None:
     subprocess.run(["bash", "-n", str(file)], check=True)
     shellcheck = Path(sys.executable).with_name("shellcheck")
-    checked = subprocess.run(
-        [str(shellcheck), "-x", "-P", "SCRIPTDIR", "-P", str(ROOT), str(file)], capture_output=True, text=True
-    )
-    assert checked.returncode == 0, checked.stdout
+    run_process([str(shellcheck), "-x", "-P", "SCRIPTDIR", "-P", str(ROOT), str(file)], code=0)
 
 
 @each_recipe

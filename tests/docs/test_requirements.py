@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from harness.commands import run_process
 from packaging.requirements import Requirement
 from pages import PAGES
 from requirement_pins import pins
@@ -170,10 +171,7 @@ def test_environment_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
     half = 'mkdir -p "$3/bin"\nln -s /bin/true "$3/bin/python"\nexit 1\n'
     python.write_text(f'#!/bin/sh\n[ "$2" = venv ] || exec {sys.executable} "$@"\n' + half)
     python.chmod(0o755)
-    done = subprocess.run(
-        ["bash", "-c", PREPARE, "prepare", str(tmp_path / "new"), str(python)], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 2
+    done = run_process(["bash", "-c", PREPARE, "prepare", str(tmp_path / "new"), str(python)], cwd=ROOT, code=2)
     assert "install the package python3-venv" in done.stderr
     assert not (tmp_path / "new").exists()
 
@@ -205,7 +203,7 @@ def test_what_is_left_out_on_purpose_is_no_error(tmp_path: Path) -> None:
         packed.writestr("other-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         packed.writestr("other-1.0.dist-info/RECORD", "")
     script = f". scripts/lib/environment.sh; pip_install {tmp_path}/new --no-index --no-cache-dir {wheel}"
-    done = subprocess.run(["bash", "-c", script, "call"], cwd=ROOT, capture_output=True, text=True)
+    done = run_process(["bash", "-c", script, "call"], cwd=ROOT)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert (packages / "other-1.0.dist-info/METADATA").exists()
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness.commands import run_process
 
 ROOT = Path(__file__).parents[2]
 SHELL = ["docs", "extras", "gpu_check", "quickstart", "same_steps", "test", "versions"]
@@ -17,9 +18,7 @@ PYTHON = sorted(path.name for path in (ROOT / "scripts").glob("*.py"))
 
 
 def run(*command: object, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(word) for word in command], cwd=cwd, env=os.environ | variables, capture_output=True, text=True
-    )
+    return run_process([str(word) for word in command], env=variables, cwd=cwd)
 
 
 @pytest.mark.parametrize("option", ["--help", "-h"])

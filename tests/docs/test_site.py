@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from harness.commands import run_process
 
 pytest.importorskip("mkdocs", reason="the site needs Python 3.11 and requirements/docs.txt")
 ROOT = Path(__file__).parents[2]
@@ -62,14 +61,12 @@ def test_links_point_at_pages_of_the_site(site) -> None:
 
 @pytest.mark.slow
 def test_site_builds_without_warnings(tmp_path: Path) -> None:
-    done = subprocess.run(
+    run_process(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        env={"NO_MKDOCS_2_WARNING": "1"},
         cwd=ROOT,
-        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True,
-        text=True,
+        code=0,
     )
-    assert done.returncode == 0, done.stderr
     pages = list((tmp_path / "site").rglob("*.html"))
     assert len(pages) > 35
     for page in pages:

@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from harness.commands import run_process
 
 ROOT = Path(__file__).parents[2]
 
@@ -72,7 +73,7 @@ def test_installed_command_copies_recipes_once(environment: Path, tmp_path: Path
     shipped = ROOT / "recipes" / "data" / "quickstart_rollouts.jsonl"
     assert (tmp_path / "recipes" / "data" / shipped.name).read_bytes() == shipped.read_bytes()
     assert os.access(tmp_path / "recipes" / "launch" / "torchrun.sh", os.X_OK)
-    again = subprocess.run([command, "recipes"], cwd=tmp_path, capture_output=True, text=True)
+    again = run_process([command, "recipes"], cwd=tmp_path)
     assert (again.returncode, again.stderr) == (2, "error: recipes exists already; name another folder\n")
 
 

@@ -17,13 +17,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 from harness.commands import write_rows
+from harness.torchrun_jobs import TP2, TRACKER, VOCAB, rows
 
 from mcore_prefix_tree.bench import describe_machine
 
-VOCAB = 64
 STEPS = 8
 SAVED_EVERY = 3
 RECIPE = f"""
@@ -36,9 +35,7 @@ attention_backend: path
 compare: false
 verify: {{enabled: false}}
 """
-TP2 = "parallel.tensor_model_parallel_size=2"
 STREAMED = ("data.num_workers=2", "data.streaming=true")
-TRACKER = "latest_checkpointed_iteration.txt"
 LIMIT_S = 20.0
 
 _LOOP, _CHECKPOINTS = "mcore_prefix_tree.mcore.loop", "mcore_prefix_tree.mcore.checkpoints"
@@ -166,12 +163,7 @@ class Outcome:
 
 def write_job(folder: Path) -> Path:
     """Write data, held-out data, a recipe and the program; returns the recipe."""
-    rng = np.random.default_rng(0)
-    rows = []
-    for _ in range(5):
-        root = rng.integers(1, VOCAB, size=6).tolist()
-        rows += [{"tokens": root + rng.integers(1, VOCAB, size=int(rng.integers(2, 8))).tolist()} for _ in range(3)]
-    data = write_rows(folder / "data.jsonl", rows)
+    data = write_rows(folder / "data.jsonl", rows())
     recipe = folder / "recipe.yaml"
     recipe.write_text(f"data: {{path: {data}}}\nvalidation: {{path: {data}, eval_interval: 2}}\n{RECIPE}")
     (folder / "killed.py").write_text(_PROGRAM)

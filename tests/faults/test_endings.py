@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from harness.checkpoints import plain_content
+from harness.commands import run_process
 from killed_jobs import (
     LIMIT_S,
     STAGES,
@@ -46,6 +47,7 @@ QUICK = [
     Case("reading data", INT, "group"),
     Case("later save: tensors", TERM, "group"),
     Case("later save: tracker", KILL, "process"),
+    Case("step", KILL, "other rank", ranks=2),
 ]
 
 
@@ -87,14 +89,9 @@ def finish(recipe: Path, saved: Path, case: Case) -> dict[str, Any]:
     from mcore_prefix_tree.mcore.loop.jobs import run_train
 
     if case.ranks > 1:
-        done = subprocess.run(
-            command(recipe, saved, case, "--resume", signalled=False),
-            capture_output=True,
-            text=True,
-            timeout=300,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        run_process(
+            command(recipe, saved, case, "--resume", signalled=False), env={"OMP_NUM_THREADS": "1"}, timeout=300, code=0
         )
-        assert done.returncode == 0, done.stderr
     else:
         run_train(load_recipe(recipe, settings_of(case, saved)), Silent(), resume=True)
     with single_process():
@@ -150,10 +147,12 @@ def is_same(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(other, torch.Tensor) else repr(one) == repr(other)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, id=case.name, marks=[] if case.signal == KILL else pytest.mark.slow) for case in QUICK],
-)
+def marks_of(case: Case) -> Any:
+    """A killed process is the default, a killed rank is for CI."""
+    return pytest.mark.slow if case.signal != KILL else pytest.mark.ci if case.ranks > 1 else ()
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=marks_of(case)) for case in QUICK])
 def test_ended_run_keeps_its_checkpoints_and_resumes(
     case: Case, recipe: Path, tmp_path: Path, undisturbed: Any, outcomes: list[dict[str, Any]]
 ) -> None:
@@ -170,12 +169,10 @@ def test_every_ended_run_keeps_its_checkpoints_and_resumes(
 
 def shell(words: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a line of bash, in which ``$@`` is the command line with its arguments."""
-    return subprocess.run(
+    return run_process(
         ["bash", "-c", words, "bash", sys.executable, "-m", "mcore_prefix_tree", *arguments],
-        capture_output=True,
-        text=True,
+        env={"OMP_NUM_THREADS": "1"},
         timeout=120,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
 
 

@@ -25,6 +25,9 @@ LAYOUTS = {
 }
 
 
+RECOMPUTE = (("recompute_granularity", "full"), ("recompute_method", "uniform"), ("recompute_num_layers", 1))
+
+
 def shallow(layout: Layout) -> tuple[tuple[str, Any], ...]:
     """Settings of the smallest model of a layout: two layers, or one for each of the chunks of two stages."""
     return (("num_layers", 4 if layout.vpp else 2),)
@@ -55,3 +58,37 @@ def every_way(
         for layout, in_ci in ci.items()
         for name, case in cases.items()
     ]
+
+
+def in_pipeline(pattern: str | None, layout: Layout) -> str | None:
+    """Return a pattern of four layers, perhaps with depths behind them, in stages: of three and one, or of one each."""
+    if pattern is None or layout.pp == 1:
+        return pattern
+    layers, depths = pattern[:4], pattern[4:]
+    return ("|".join(layers) if layout.vpp else f"{layers[:3]}|{layers[3]}") + depths
+
+
+def lacking(job: Any, layout: Layout) -> str | None:
+    """Return what the installed megatron-core lacks for a job's model, or None."""
+    from megatron.core.transformer import multi_latent_attention
+
+    from mcore_prefix_tree.mcore import release
+
+    letters, settings = set(job.pattern or ""), dict(job.config)
+    if letters and not release.HAS_HYBRID_MODEL:
+        return "this megatron-core has no HybridModel"
+    if letters:
+        from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
+
+        if not letters - {"|", "/"} <= Symbols.VALID_LAYERS:
+            return "these layers came with megatron-core 0.19"
+    if "linear_key_head_dim" in settings and not release.HAS_DELTA_NET:
+        return "Gated DeltaNet follows a tree since megatron-core 0.19"
+    if "dsa_indexer_topk" in settings and not release.HAS_SPARSE_ATTENTION:
+        return "sparse attention follows a tree since megatron-core 0.19"
+    if "mtp_num_layers" in settings and not release.HAS_DEPTHS:
+        return f"needs {release.NEEDS_DEPTHS}"
+    is_latent = "multi_latent_attention" in settings and "dsa_indexer_topk" not in settings
+    if is_latent and layout.sequence_parallel and multi_latent_attention.Linear is None:
+        return "this megatron-core takes projections that all ranks hold whole only with TransformerEngine"
+    return None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -43,20 +44,26 @@ def score_alone(model: torch.nn.Module, sample: Sample) -> tuple[torch.Tensor, t
 
 
 def unfolded(
-    model: torch.nn.Module, samples: Sequence[Sample] = SAMPLES, *, entropy_weight: float = 0.0
+    model: torch.nn.Module,
+    samples: Sequence[Sample] = SAMPLES,
+    *,
+    entropy_weight: float = 0.0,
+    around: Callable[[Sample], AbstractContextManager[Any]] = nullcontext,
 ) -> dict[str, Any]:
     """Each sample by itself through a stock model: rows, loss, scored tokens, and gradients by name."""
-    logprobs, entropies, loss, count = [], [], torch.zeros((), dtype=torch.float64), 0
+    logprobs, entropies, total, count = [], [], torch.zeros((), dtype=torch.float64), 0
     for sample in samples:
-        logprob, entropy = score_alone(model, sample)
         mask = torch.tensor(sample.loss_mask[1:].tolist())
-        loss = loss - (logprob * mask).sum() + entropy_weight * entropy[:-1].sum()
+        with around(sample):
+            logprob, entropy = score_alone(model, sample)
+            loss = entropy_weight * entropy[:-1].sum() - (logprob * mask).sum()
+            loss.backward()
+        total += loss.detach()
         logprobs.append(logprob.detach())
         entropies.append(entropy.detach())
         count += int(mask.count_nonzero())
-    loss.backward()
     grads = take_gradients(model)
-    return {"logprob": logprobs, "entropy": entropies, "loss": loss.detach(), "count": count, "grads": grads}
+    return {"logprob": logprobs, "entropy": entropies, "loss": total, "count": count, "grads": grads}
 
 
 def folded(

@@ -89,13 +89,15 @@ def run(
     stdin: str | None = None,
     timeout_s: float = 240,
     imports: Sequence[str] = (),
+    code: int | None = None,
 ) -> Ended:
     """Run a command line on ranks that are forked: for their joint work, without the time of torchrun's imports.
 
-    ``imports`` are further modules, in folders of ``sys.path``, that the ranks find imported.
+    It has to end with the ``code`` if given. ``imports`` are further modules, in folders of ``sys.path``, that the
+    ranks find imported.
     """
     words = [*program, *map(str, arguments)]
-    code, out, err = launch(
+    status, out, err = launch(
         ranks,
         words,
         stdin=stdin or "",
@@ -104,7 +106,8 @@ def run(
         imports=(*PRELOADED, *imports),
         path=tuple(sys.path) if imports else (),
     )
-    return Ended(code=code, out=out, err=err)
+    assert code in (None, status), err[-8000:]
+    return Ended(code=status, out=out, err=err)
 
 
 def run_torchrun(ranks: int, *arguments: object, stdin: str = "") -> Ended:
@@ -133,22 +136,6 @@ def assert_same_bits(actual: dict[str, torch.Tensor], expected: dict[str, torch.
     assert len(expected) > 20
     assert actual.keys() == expected.keys()
     assert not [name for name, value in expected.items() if not torch.equal(actual[name], value)]
-
-
-def figures(parts: list[str]) -> dict[str, float]:
-    return {name: float(value) for name, value in (part.rsplit(" ", 1) for part in parts)}
-
-
-def reported(done: Ended) -> list[dict[str, float]]:
-    """Metrics of each step, and its loss, gradient and learning rate; not how many tokens were carried."""
-    assert done.code == 0, done.err
-    steps = []
-    for line in done.out.splitlines():
-        if line.startswith("step "):
-            steps.append(figures(line.split(" | ")[1:4]))
-        elif line.startswith("  ") and steps:
-            steps[-1] |= figures([part for part in line.strip().split(" | ") if not part.startswith("carried ")])
-    return steps
 
 
 LAYOUTS = {

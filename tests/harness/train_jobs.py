@@ -19,12 +19,14 @@ from harness.commands import write_rows
 from mcore_prefix_tree import Sample
 from mcore_prefix_tree.data import iter_sample_groups
 from mcore_prefix_tree.data.batches import SampleOrder
+from mcore_prefix_tree.data.grouping import whole_groups
 from mcore_prefix_tree.mcore.loop.jobs import run_train
 from mcore_prefix_tree.settings import Recipe, load_recipe
 from mcore_prefix_tree.settings.command_checks import CHECKS
 
 VOCAB = 64
 BATCH = 6
+PAIRED = ("dpo", "ipo", "simpo", "orpo")
 RECIPE = f"""
 model:
   num_layers: 2
@@ -266,12 +268,18 @@ def stock_loss(model: torch.nn.Module, samples: Sequence[Sample]) -> torch.Tenso
 
 
 def batch_of(recipe: Recipe, iteration: int) -> list[Sample]:
-    """The samples of a step, from only the documented order."""
-
-    size = recipe.batch.global_batch_size
+    """The samples of a step, from only the documented order: objectives of pairs and of groups take complete ones."""
+    size, name = recipe.batch.global_batch_size, recipe.objective.name
     assert size is not None
-    lines = list(iter_sample_groups(recipe.data.path))
-    order = SampleOrder(lines, seed=recipe.seed, order=recipe.data.order, step=size)
+    lines: Any = list(iter_sample_groups(recipe.data.path))
+    by: Any = "pair" if name in (*PAIRED, "reward_model") else "group" if name in ("grpo", "dapo") else None
+    if recipe.objective.options.get("normalise") == "group":
+        by = "group"
+    if by is not None:
+        lines = whole_groups(lines, by, step=size, setting="the test")
+    order = SampleOrder(
+        lines, seed=recipe.seed, order=recipe.data.order, step=size, **({"whole_steps": True} if by else {})
+    )
     return order.take((iteration - 1) * size, size)
 
 
@@ -294,7 +302,22 @@ def assert_same_bits(actual: dict[str, Any], expected: dict[str, Any]) -> None:
         assert repr(actual[name]) == repr(expected[name])
 
 
-PAIRED = ("dpo", "ipo", "simpo", "orpo")
+def assert_resumes(
+    job: Path, folder: Path, *options: str, stop_after: int, interval: int = 1
+) -> tuple[Notes, dict[str, Any]]:
+    """A run that stops in a step and is resumed ends as one that does not; returns that, and what it saved."""
+    saving = (*options, f"checkpoint.save_interval={interval}")
+    whole = train(job, *saving, f"checkpoint.save={folder / 'whole'}")
+    cut, saved = f"checkpoint.save={folder / 'cut'}", (stop_after - 1) // interval * interval
+    train(job, *saving, cut, stop_after=stop_after)
+    rest = train(job, *saving, cut, resume=True)
+    assert [report.iteration for report in rest.reports] == list(range(saved + 1, len(whole.losses) + 1))
+    assert rest.losses == whole.losses[saved:]
+    content, undisturbed = (checkpoint_content(folder / name, len(whole.losses)) for name in ("cut", "whole"))
+    assert_same_bits(content, undisturbed)
+    return whole, content
+
+
 GROUPS = 5  # of three: a step of six takes two, and one is dropped from each epoch
 GRPO = {"kl_coef": 0.05, "entropy_coef": 0.01, "clip_eps_low": 0.05, "clip_eps_high": 0.05}
 

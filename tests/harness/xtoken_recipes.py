@@ -55,8 +55,7 @@ def make_tokenizers(folder: Path) -> None:
         (folder / name).mkdir()
         make_folder(folder / name, PLAIN, prepend_space=prepend_space)
     named = ["--student", str(folder / "student"), "--teacher", str(folder / "teacher")]
-    built = run_command("xtoken", "build-projection", *named, folder / "w.safetensors")
-    assert built.exit_code == 0, built.output
+    run_command("xtoken", "build-projection", *named, folder / "w.safetensors", code=0)
 
 
 def make_student_and_teacher(folder: Path) -> Path:

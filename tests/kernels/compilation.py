@@ -10,7 +10,6 @@ import hashlib
 import itertools
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 import triton
+from harness.commands import run_process
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -287,7 +287,7 @@ def disassemble(cubin: bytes, tool: str, option: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([tools / tool, option, file.name], capture_output=True, text=True, check=True).stdout
+        return run_process([tools / tool, option, file.name], code=0).stdout
 
 
 if __name__ == "__main__":

@@ -24,22 +24,24 @@ def rows_of(samples: list[Sample]) -> Rows:
 ROWS = rows_of(branching_samples())
 
 
-def packed(rows: Rows, *, gap: int = 0, tail: int = 0, fill: int = 7) -> dict[str, Any]:
-    """Rows one after another, each with ``gap`` tokens of padding behind it and ``tail`` behind the last."""
+def packed(rows: Any, *, gap: int = 0, tail: int = 0, fill: int = 7, multiple: int | None = None) -> dict[str, Any]:
+    """Rows one after another, in slots of a multiple, with ``gap`` more padding, and ``tail`` behind the last."""
     ids, borders, slots = [], [0], [0]
     for row in rows:
-        ids += [*row.tolist(), *[fill] * gap]
+        ids += [*map(int, row), *[fill] * (gap + -len(row) % (multiple or 1))]
         borders.append(borders[-1] + len(row))
         slots.append(len(ids))
     cu, cu_padded = (torch.tensor(one, dtype=torch.int32) for one in (borders, slots))
+    given = cu_padded if gap or multiple else None
+    longest = max(map(len, rows), default=0) + gap
     params = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cu,
         cu_seqlens_kv=cu,
-        cu_seqlens_q_padded=cu_padded if gap else None,
-        cu_seqlens_kv_padded=cu_padded if gap else None,
-        max_seqlen_q=max(map(len, rows), default=0) + gap,
-        max_seqlen_kv=max(map(len, rows), default=0) + gap,
+        cu_seqlens_q_padded=given,
+        cu_seqlens_kv_padded=given,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
     )
     input_ids = torch.tensor([ids + [fill] * tail], dtype=torch.int64)
     return {"input_ids": input_ids, "position_ids": None, "attention_mask": None, "packed_seq_params": params}

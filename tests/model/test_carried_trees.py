@@ -13,7 +13,7 @@ from harness.carried_trees import carried, score_in_parts, small_tree, train
 from harness.folded_jobs import counting_exactly
 from harness.in_double import kept_double
 from harness.oracles import worst
-from harness.seam_models import RECOMPUTE, hybrid_twins, tiny_config, twins
+from harness.seam_models import tiny_config, twins
 from harness.seam_runs import FP32_INSIDE, LATENT, MOE, assert_equal, score_alone, sft_step, unfolded
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
@@ -21,9 +21,7 @@ from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.mcore.engine.carried_trees import fold_carrying
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
-from mcore_prefix_tree.mcore.release import HAS_HYBRID_MODEL
 from mcore_prefix_tree.mcore.seam.experts import Multiplicity
-from mcore_prefix_tree.mcore.seam.hybrid_layers import NEEDS_NEWER
 from mcore_prefix_tree.objectives import Objective, make_objective
 from mcore_prefix_tree.plan.carry import make_chunks
 from mcore_prefix_tree.settings import RecipeError
@@ -140,55 +138,6 @@ def test_a_window_is_kept(trains: bool) -> None:
     kept = sum(len(places) for batch in batches for _, places in batch.packed_seq_params.carry.within(4).tokens.left)
     passes = trains * 9  # before the second part of the first pass
     assert 9 <= kept <= 2 * (9 + passes)
-
-
-BALANCING: dict[str, dict[str, Any]] = {
-    "aux loss": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.05},
-    "both losses": {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "moe_aux_loss_coeff": [0.05, 0.02]},
-    "z-loss": {"moe_z_loss_coeff": 0.01},
-    "biases": {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"},
-}
-BALANCING["all"] = BALANCING["biases"] | BALANCING["z-loss"] | BALANCING["both losses"]
-
-
-def counts_of(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Return how many tokens chose each expert of each router, and forget it."""
-    routers = [module for module in model.modules() if getattr(module, "local_tokens_per_expert", None) is not None]
-    counts = [router.local_tokens_per_expert.clone() for router in routers]
-    for router in routers:
-        router.local_tokens_per_expert.zero_()
-    return counts
-
-
-# All losses at once meet each recomputation, and each loss by itself one.
-@pytest.mark.parametrize(
-    ("name", "recompute"),
-    [
-        *(
-            pytest.param(*both, marks=pytest.mark.ci)
-            for both in zip(BALANCING, ["layers", "experts", "nothing", "layers"], strict=False)
-        ),
-        *(("all", way) for way in RECOMPUTE),
-        pytest.param("all", "pattern", marks=pytest.mark.skipif(not HAS_HYBRID_MODEL, reason=NEEDS_NEWER)),
-    ],
-)
-def test_experts_are_balanced_as_without_a_cut(name: str, recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Losses are those of each sample alone, and biases see each token of each sample once."""
-    monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", torch.ones(1, dtype=torch.float64))
-    if recompute == "pattern":
-        stock, tree = hybrid_twins(tiny_config(is_hybrid_model=True, num_layers=4, **MOE | BALANCING[name]), "*E*E")
-    else:
-        stock, tree = twins(tiny_config(**MOE | BALANCING[name] | RECOMPUTE[recompute]))
-    samples, rng = small_tree(3), random.Random(f"{name} {recompute}")
-    expected, counts = unfolded(stock.train(), samples), counts_of(stock)
-    assert bool(counts) == ("moe_router_enable_expert_bias" in BALANCING[name])
-    places = range(1, fold(samples).physical_tokens)
-    many = places[:: 1 if recompute == "experts" else 4]
-    for cuts in (many, rng.sample(places, rng.randint(2, 9))):
-        batches = carried(samples, cuts, multiple=rng.randint(1, 4), pass_tokens=rng.randint(1, 9))
-        for _ in range(1 if cuts == many else 2):  # a step that is run again
-            assert_equal(train(tree.train(), batches), expected, FP32_INSIDE)
-            assert all(map(torch.equal, counts_of(tree), counts))
 
 
 def test_a_chunk_is_a_micro_batch_of_the_loss_that_compares_samples(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,16 +135,14 @@ def test_weights_of_other_shapes_name_the_changed_settings(job: Path, folder: Pa
 
 def test_setting_that_keeps_the_function_is_accepted(job: Path, folder: Path) -> None:
     same = ["model.transformer.layernorm_epsilon=1e-5", "model.transformer.recompute_granularity=selective"]
-    result = run_command(*DOORS["score"](job, folder.parent), *same)
-    assert result.exit_code == 0, result.output
+    run_command(*DOORS["score"](job, folder.parent), *same, code=0)
 
 
 def test_damaged_recipe_in_a_checkpoint_blocks_nothing(job: Path, folder: Path) -> None:
     (folder / "recipe.yaml").write_text("model: [")
     resume = ["train", str(job), f"checkpoint.save={folder.parent}", "seed=97", "train_iters=3", "--resume"]
     for words in (list(map(str, DOORS["score"](job, folder.parent))), resume):
-        result = run_command(*words)
-        assert result.exit_code == 0, result.output
+        run_command(*words, code=0)
 
 
 def run(job: Path, saved: Path, *words: str) -> Any:

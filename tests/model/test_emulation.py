@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import inspect
 import logging
-import subprocess
 import sys
 
 import pytest
 import torch
+from harness.commands import run_process
 
 from mcore_prefix_tree.cpu import emulation
 from mcore_prefix_tree.cpu.emulation import cpu_emulation, single_process
@@ -115,7 +115,7 @@ def test_commands_import_no_compiler_on_a_cpu() -> None:
     with emulation.eager_functions():
         assert torch.compile(len) is torch.compile(fullgraph=True)(len) is len
     code = "import sys; from mcore_prefix_tree.cli import options as o; o._import_megatron('auto'); print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_process([sys.executable, "-c", code], code=0)
     imported = done.stdout.split()
     assert "megatron.core.transformer.moe.router" in imported
     assert not [name for name in imported if name.startswith("torch._inductor")]

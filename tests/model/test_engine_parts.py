@@ -265,9 +265,14 @@ def test_a_far_slower_way_is_timed_once(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_training_ends_with_the_bound(tmp_path: Path) -> None:
     """Through the door: the last lines that ``train`` prints."""
     done = run_command(
-        "train", write_job(tmp_path), "device=cpu", "train_iters=2", "compare=true", "batch.max_tokens=400"
+        "train",
+        write_job(tmp_path),
+        "device=cpu",
+        "train_iters=2",
+        "compare=true",
+        "batch.max_tokens=400",
+        code=0,
     )
-    assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
     at = lines.index("forward and backward of one batch, in one process")
     assert lines[at + 1].split() == ["tokens", "seconds", "CPU", "s", "folded", "is", "by", "CPU", "peak", "memory"]

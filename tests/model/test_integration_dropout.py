@@ -6,11 +6,12 @@ import contextlib
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from mcore_prefix_tree import Sample, fold
 
 transformers = pytest.importorskip("transformers")
+from harness.transformers_models import Noisy  # noqa: E402
+
 from mcore_prefix_tree.integrations.automodel import prefix_tree_collate_fn  # noqa: E402
 from mcore_prefix_tree.integrations.prefix_grouper import PrefixGrouper, register_attention  # noqa: E402
 from mcore_prefix_tree.integrations.transformers import check_model, model_inputs, sample_logprobs  # noqa: E402
@@ -96,22 +97,11 @@ def test_dropout_of_adapters_is_refused_while_it_is_in_effect(targets):
     sample_logprobs(model, LAYOUT)
 
 
-class Noisy(torch.nn.Module):
-    """A layer with dropout that no attribute shows."""
-
-    def __init__(self, inner, drop):
-        super().__init__()
-        self.inner, self.act = inner, drop
-
-    def forward(self, hidden):
-        return self.act(self.inner(hidden), self.training)
-
-
 @pytest.mark.parametrize("layer", [0, 1])
 def test_dropout_that_no_attribute_shows_is_refused_after_the_forward(layer):
     model = tiny("Qwen3")
     block = model.model.layers[layer]
-    block.mlp = Noisy(block.mlp, lambda hidden, training: F.dropout(hidden, 0.1, training))
+    block.mlp = Noisy(block.mlp)
     with pytest.raises(ValueError, match=r"the model drew numbers .*set dropout and noise to 0"):
         sample_logprobs(model.train(), LAYOUT)
     sample_logprobs(model.eval(), LAYOUT)
@@ -126,7 +116,7 @@ def test_callers_of_the_attention_are_refused_too(seen):
     else:
         model = inner = tiny("Qwen3")
         block = model.model.layers[0]
-        block.mlp = Noisy(block.mlp, lambda hidden, training: F.dropout(hidden, 0.1, training))
+        block.mlp = Noisy(block.mlp)
         message = "the model drew numbers before layer 1"
     batch = prefix_tree_collate_fn(BATCH)
     for mode in (True, False):

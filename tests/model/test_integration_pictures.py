@@ -11,13 +11,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 transformers = pytest.importorskip("transformers")
+from backbone_calls import (  # noqa: E402
+    PAD,
+    PICTURE,
+    PIXELS,
+    assert_exact,
+    assert_recomputation_changes_nothing,
+    left_padded,
+    loss_of,
+    names_of,
+    padded,
+    pictures_of,
+    rows_of_padded,
+    tokens_of,
+    unique_tokens,
+)
 from harness.transformers_models import SMALL, InDouble, Noisy, gradients  # noqa: E402
 
 from mcore_prefix_tree.integrations.trl import fold_backbone  # noqa: E402
 
 # Newer releases renamed arguments of caches, which nothing here passes.
 pytestmark = pytest.mark.filterwarnings("error:.*past_key_values:FutureWarning")
-PAD, PICTURE = 0, 90
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 TEXT = SMALL | {"num_hidden_layers": 3, "rope_parameters": ROPE, "pad_token_id": PAD, "eos_token_id": 1}
 TEXT |= {"bos_token_id": 2, "attn_implementation": "sdpa"}
@@ -37,16 +51,6 @@ FAMILIES = {
     "Glm46V": ({}, TOWER | {"image_size": 8}),
     "Glm4vMoe": (GLM_MOE, TOWER | {"image_size": 8}),
 }
-RNG = torch.Generator().manual_seed(3)
-PIXELS = torch.randn(2, 24, 4, generator=RNG, dtype=torch.float64)
-# Pictures as grid and pixels: two of one grid, the pixels of the first in another grid, or with another second half.
-PICTURES = {
-    "a": ([1, 4, 4], PIXELS[0, :16]),
-    "b": ([1, 4, 4], PIXELS[1, :16]),
-    "c": ([1, 2, 8], PIXELS[0, :16]),
-    "d": ([1, 4, 4], torch.cat([PIXELS[0, :8], PIXELS[1, :8]])),
-    "e": ([1, 4, 6], PIXELS[0]),
-}
 # Duplicates, branches before, after and at a picture, prefixes that end in one, two pictures, and rows of text.
 ROWS = [[5, "a", 6, 7], [5, "a", 6, 8], [5, "b", 6, 7], [5, "a", 6, 7], [5, "c", 6, 7], [5, "d", 6, 7], [5, "a"]]
 ROWS += [[5, "a", 6, "e", 7, 3], [5, "a", 6, "b", 3], ["a", 9], ["e", 5, "a", 4], [5, 6, 7], [5, 6, 4], [5]]
@@ -63,105 +67,26 @@ def make(family, **settings):
     return kind._from_config(config, attn_implementation="sdpa", experts_implementation="eager").double().train()
 
 
-def tokens_of(row):
-    size = {name: [PICTURE] * (len(pixels) // 4) for name, (_, pixels) in PICTURES.items()}
-    return [token for part in row for token in (size[part] if isinstance(part, str) else [part])]
-
-
-def pictures_of(rows):
-    """The arguments of a call that hold the pictures of rows, in their order."""
-    names = [part for row in rows for part in row if isinstance(part, str)]
-    if not names:
-        return {}
-    grids, pixels = zip(*(PICTURES[name] for name in names), strict=True)
-    return {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.tensor(grids)}
-
-
-def padded(rows, side="right", extra=0):
-    """Padded rows as a call, and the columns of each row's tokens."""
-    tokens = [torch.tensor(tokens_of(row)) for row in rows]
-    width = max(map(len, tokens)) + extra
-    columns = [slice(width - len(row), width) if side == "left" else slice(0, len(row)) for row in tokens]
-    ids, mask = torch.full((len(rows), width), PAD), torch.zeros(len(rows), width, dtype=torch.long)
-    for at, (row, places) in enumerate(zip(tokens, columns, strict=True)):
-        ids[at, places], mask[at, places] = row, 1
-    call = {"input_ids": ids, "attention_mask": mask, "mm_token_type_ids": (ids == PICTURE).int(), "use_cache": False}
-    return call | pictures_of(rows), columns
-
-
-def rows_of_padded(model, rows, **layout):
-    call, columns = padded(rows, **layout)
-    logits = model(**call).logits
-    return [logits[at, places] for at, places in enumerate(columns)]
-
-
 def rows_of_packed(model, rows):
     """Rows behind each other with four positions: of text, by which rows begin, and in three dimensions."""
     positions = []
     for row in rows:
         call, _ = padded([row])
-        ids, kinds = call["input_ids"], call["mm_token_type_ids"]
-        spatial, _ = model.base_model.get_rope_index(ids, kinds, image_grid_thw=call.get("image_grid_thw"))
+        ids = call["input_ids"]
+        spatial, _ = model.base_model.get_rope_index(
+            ids, (ids == PICTURE).int(), image_grid_thw=call.get("image_grid_thw")
+        )
         positions.append(torch.cat([torch.arange(ids.shape[1])[None, None], spatial]))
     ids = torch.tensor([token for row in rows for token in tokens_of(row)])[None]
-    call = {"input_ids": ids, "position_ids": torch.cat(positions, -1), "use_cache": False} | pictures_of(rows)
-    call["mm_token_type_ids"] = (ids == PICTURE).int()
+    call = {"input_ids": ids, "position_ids": torch.cat(positions, -1), "use_cache": False} | pictures_of(rows, ids)
     return list(model(**call).logits[0].split([len(tokens_of(row)) for row in rows]))
-
-
-def unfolded_rows(model, rows):
-    return [rows_of_padded(model, [row])[0] for row in rows]
-
-
-def loss_of(logits):
-    """A loss that weighs every token of every row differently."""
-    rng = torch.Generator().manual_seed(0)
-    return sum(
-        (row.log_softmax(-1) * torch.randn(row.shape, generator=rng, dtype=torch.float64)).sum() for row in logits
-    )
 
 
 CALLS = {
     "right padding": rows_of_padded,
-    "left padding": lambda model, rows: rows_of_padded(model, rows, side="left", extra=2),
+    "left padding": left_padded,
     "padding-free": rows_of_packed,
 }
-
-
-def unique_tokens(rows):
-    """Number of different paths, by ids, names of pictures and places in them."""
-    paths = set()
-    for row in rows:
-        keys = []
-        for part in row:
-            count = len(PICTURES[part][1]) // 4 if isinstance(part, str) else 1
-            keys += [(part, place) for place in range(count)]
-        paths |= {tuple(keys[: end + 1]) for end in range(len(keys))}
-    return len(paths)
-
-
-def assert_exact(stock, folds, rows, call=rows_of_padded, *, folded=True):
-    """Compare logits, all gradients, and what was computed: different pictures and paths, once each."""
-    towers = []
-    hook = folds.base_model.visual.register_forward_hook(
-        lambda tower, args, kwargs, output: towers.append(len(kwargs["grid_thw"])), with_kwargs=True
-    )
-    with InDouble():
-        expected, actual = unfolded_rows(stock, rows), call(folds, rows)
-        assert max(worst(one, other) for one, other in zip(actual, expected, strict=True)) < 1e-12
-        wanted, found = gradients(stock, loss_of(expected)), gradients(folds, loss_of(actual))
-    hook.remove()
-    assert wanted.keys() == found.keys()
-    # In rows of one token, queries and keys have a gradient of rounding only: compare with that of the layer's values.
-    floor = 1e-3 * max(grad.norm() for grad in wanted.values())
-    for name, grad in wanted.items():
-        assert (found[name] - grad).norm() < 1e-12 * max(grad.norm(), floor), name
-    names = [part for row in rows for part in row if isinstance(part, str)]
-    assert towers == ([len(set(names)) if folded else len(names)] if names else [])
-    report = folds.folding.report(with_grad=True)
-    assert (report.calls, report.left_alone) == (1, not folded)
-    assert report.logical_tokens == sum(len(tokens_of(row)) for row in rows)
-    assert report.unique_tokens == unique_tokens(rows)
 
 
 # Each family in one call, and each way of positions in all calls.
@@ -187,7 +112,7 @@ def test_random_rows_equal_each_row_by_itself(rows, call):
     if not MODELS:
         MODELS["stock"] = make("Qwen3VL")
         MODELS["folds"] = fold_backbone(make("Qwen3VL"), least_fold_ratio=1.0)
-    names = [part for row in rows for part in row if isinstance(part, str)]
+    names = names_of(rows)
     shares = len({row[0] for row in rows}) < len(rows) or len(set(names)) < len(names)
     assert_exact(MODELS["stock"], MODELS["folds"], rows, CALLS[call], folded=shares)
 
@@ -259,15 +184,7 @@ def test_losses_and_adapters_are_those_of_the_stock_model():
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputed_layers_follow_the_tree_of_their_call(reentrant):
     folds = fold_backbone(make("Qwen3VL"))
-
-    def both():  # two calls go forward before either goes back
-        return gradients(folds, sum(loss_of(rows_of_padded(folds, rows)) for rows in (ROWS, ROWS[:3])))
-
-    kept = both()
-    folds.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    recomputed = both()
-    assert kept.keys() == recomputed.keys()
-    assert max(worst(recomputed[name], kept[name]) for name in kept) < 1e-12
+    assert_recomputation_changes_nothing(folds, ROWS, ROWS[:3], reentrant=reentrant)
 
 
 def test_generation_and_the_towers_attention_are_untouched():

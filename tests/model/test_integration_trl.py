@@ -15,11 +15,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 transformers = pytest.importorskip("transformers")
+from backbone_calls import (  # noqa: E402
+    PAD,
+    assert_exact,
+    assert_recomputation_changes_nothing,
+    left_padded,
+    loss_of,
+    padded,
+    rows_of_padded,
+)
 from harness.transformers_models import SMALL, InDouble, Noisy, gradients  # noqa: E402
 
 from mcore_prefix_tree.integrations.trl import LogFolding, fold_backbone, read_rows  # noqa: E402
 
-PAD = 0
 SIZES = SMALL | {"pad_token_id": PAD, "attn_implementation": "sdpa"}
 FAMILIES = {
     "Qwen3": {},
@@ -44,29 +52,12 @@ def make(family="Qwen3", *, head="CausalLM", **settings):
     return auto.from_config(config, attn_implementation="sdpa").double().train()
 
 
-def padded(rows, side="right", extra=0):
-    """Padded rows as a call, and the columns of each row's tokens."""
-    width = max([1, *map(len, rows)]) + extra
-    ids, mask = torch.full((len(rows), width), PAD), torch.zeros(len(rows), width, dtype=torch.long)
-    columns = [range(width - len(row), width) if side == "left" else range(len(row)) for row in rows]
-    for at, (row, places) in enumerate(zip(rows, columns, strict=True)):
-        ids[at, list(places)] = torch.tensor(row, dtype=torch.long)
-        mask[at, list(places)] = 1
-    return {"input_ids": ids, "attention_mask": mask, "use_cache": False}, columns
-
-
 def packed(rows):
     """Rows behind each other, for example in padding-free batches."""
     rows = [row for row in rows if row]
     ids = torch.tensor([token for row in rows for token in row])[None]
     positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
     return {"input_ids": ids, "position_ids": positions, "use_cache": False}
-
-
-def rows_of_padded(model, rows, **layout):
-    call, columns = padded(rows, **layout)
-    logits = model(**call).logits
-    return [logits[at, list(places)] for at, places in enumerate(columns) if len(places)]
 
 
 def rows_of_packed(model, rows, call=packed):
@@ -83,37 +74,9 @@ def collated(**settings):
     return lambda model, rows: rows_of_packed(model, rows, call)
 
 
-def unfolded_rows(model, rows):
-    return [model(torch.tensor([row]), use_cache=False).logits[0] for row in rows if row]
-
-
-def loss_of(logits, seed=0):
-    """A loss that weighs every token of every row differently."""
-    rng = torch.Generator().manual_seed(seed)
-    return sum(
-        (row.log_softmax(-1) * torch.randn(row.shape, generator=rng, dtype=torch.float64)).sum() for row in logits
-    )
-
-
-def assert_exact(stock, folds, rows, call, *, folded=True):
-    folds.folding.report(with_grad=True)
-    with InDouble():
-        expected, actual = unfolded_rows(stock, rows), call(folds, rows)
-        assert max(worst(one, other) for one, other in zip(actual, expected, strict=True)) < 1e-12
-        wanted, found = gradients(stock, loss_of(expected)), gradients(folds, loss_of(actual))
-    assert wanted.keys() == found.keys()
-    # In rows of one token, queries and keys have a gradient of rounding only: compare with that of the layer's values.
-    floor = 1e-3 * max(grad.norm() for grad in wanted.values())
-    for name, grad in wanted.items():
-        assert (found[name] - grad).norm() < 1e-12 * max(grad.norm(), floor), name
-    report = folds.folding.report(with_grad=True)
-    assert report.logical_tokens == sum(map(len, rows))
-    assert (report.calls, report.left_alone) == (1, not folded)
-
-
 CALLS = {
     "right padding": rows_of_padded,
-    "left padding": lambda model, rows: rows_of_padded(model, rows, side="left", extra=2),
+    "left padding": left_padded,
     "padding-free": rows_of_packed,
     "borders only": collated(return_flash_attn_kwargs=True),
     "numbers of rows only": collated(return_seq_idx=True),
@@ -213,15 +176,8 @@ def test_generation_and_caches_are_untouched():
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputed_layers_follow_the_tree_of_their_call(reentrant):
-    folds = fold_backbone(make())
-
-    def both():  # two calls go forward before either goes back
-        return gradients(folds, sum(loss_of(rows_of_padded(folds, rows)) for rows in (ROWS, ROWS[:3], [[1], [2]])))
-
-    kept = both()
-    folds.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    recomputed = both()
-    assert max(worst(recomputed[name], kept[name]) for name in kept) < 1e-12
+    batches = (ROWS, ROWS[:3], [[1], [2]])
+    assert_recomputation_changes_nothing(fold_backbone(make()), *batches, reentrant=reentrant)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -252,7 +208,7 @@ def test_balancing_losses_and_hidden_states_are_those_of_all_rows():
     assert len(outputs[1].hidden_states) == len(outputs[0].hidden_states) == 3
     for expected, actual in zip(*(output.hidden_states for output in outputs), strict=True):
         for at, places in enumerate(columns):
-            assert worst(actual[at, list(places)], expected[at, list(places)]) < 1e-12
+            assert not ROWS[at] or worst(actual[at, places], expected[at, places]) < 1e-12
 
 
 def test_adapters_train_as_with_each_row_by_itself():
@@ -263,9 +219,10 @@ def test_adapters_train_as_with_each_row_by_itself():
     torch.manual_seed(2)
     stock = peft.get_peft_model(make(), adapter).double()
     folds = fold_backbone(copy.deepcopy(stock))
-    assert_exact(stock, folds, ROWS, rows_of_padded)
+    assert_exact(stock, folds, ROWS)
     with stock.disable_adapter(), folds.disable_adapter(), InDouble():
-        expected, actual = unfolded_rows(stock, ROWS), rows_of_padded(folds, ROWS)
+        expected = [rows_of_padded(stock, [row])[0] for row in ROWS if row]
+        actual = rows_of_padded(folds, ROWS)
     assert max(worst(one, other) for one, other in zip(actual, expected, strict=True)) < 1e-12
     folds.add_adapter("dropping", peft.LoraConfig(r=2, lora_dropout=0.1, target_modules=["q_proj"]))
     folds.set_adapter("dropping")

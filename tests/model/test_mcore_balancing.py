@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from contextlib import nullcontext
 from typing import Any
@@ -9,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 from harness.added_losses import AddedLosses
+from harness.carried_trees import carried, small_tree, train
 from harness.folded_jobs import counting_exactly, in_one_row
 from harness.in_double import kept_double
-from harness.seam_models import EXPERTS, RECOMPUTE, branching_samples, tiny_config, twins
+from harness.seam_models import EXPERTS, RECOMPUTE, branching_samples, hybrid_twins, tiny_config, twins
+from harness.seam_runs import MOE, folded, folded_batch, unfolded
+from harness.seam_runs import assert_equal as compare
 from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
@@ -20,7 +24,9 @@ from packed_calls import packed, rows_of
 from mcore_prefix_tree import Sample, TreeMetadata, fold
 from mcore_prefix_tree.mcore import MicroBatch, fold_inside, tree_forward
 from mcore_prefix_tree.mcore.packed import fold_check
+from mcore_prefix_tree.mcore.release import HAS_HYBRID_MODEL
 from mcore_prefix_tree.mcore.seam.experts import Multiplicity, TreeRouterMixin, balancing_by_sample
+from mcore_prefix_tree.mcore.seam.hybrid_layers import NEEDS_NEWER
 
 pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
 
@@ -57,16 +63,6 @@ def unscaled(monkeypatch):
     monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", torch.ones(1, dtype=torch.float64))
 
 
-def gradients_alone(model, samples):
-    """Each sample is a micro-batch of the stock model; only the balancing has a gradient, beside a small loss."""
-    model.zero_grad()
-    for sample in samples:
-        tokens = torch.as_tensor(sample.tokens)
-        logits = model(tokens[None], torch.arange(len(tokens))[None], None)
-        (1e-2 * logits.sum()).backward()
-    return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
-
-
 def gradients_folded(model, layouts):
     model.zero_grad()
     for layout in layouts:
@@ -78,11 +74,12 @@ def gradients_folded(model, layouts):
 
 
 def counts_of(model):
-    return [
-        module.local_tokens_per_expert.clone()
-        for module in model.modules()
-        if getattr(module, "local_tokens_per_expert", None) is not None
-    ]
+    """Return how many tokens chose each expert of each router, and forget it."""
+    routers = [module for module in model.modules() if getattr(module, "local_tokens_per_expert", None) is not None]
+    counts = [router.local_tokens_per_expert.clone() for router in routers]
+    for router in routers:
+        router.local_tokens_per_expert.zero_()
+    return counts
 
 
 def assert_equal(folded, alone, limit=ROUNDING):
@@ -92,19 +89,39 @@ def assert_equal(folded, alone, limit=ROUNDING):
         assert error < limit, f"{name} is off by {error:.1e}"
 
 
-# All kinds at once meet each way, and each kind by itself one.
+# All kinds at once meet each way, and each kind by itself one; trees are whole or in chunks.
 @pytest.mark.parametrize(
-    ("kind", "recompute", "padding"),
-    [(kind, *way) for kind, way in zip(KINDS, EACH_WAY * 3, strict=False)] + [("all", *way) for way in EACH_WAY[:2]],
+    ("kind", "recompute", "padding", "chunks"),
+    [
+        *((kind, *way, False) for kind, way in zip(KINDS, EACH_WAY * 3, strict=False)),
+        *(("all", *way, False) for way in EACH_WAY[:2]),
+        *(pytest.param(kind, *way, True, marks=pytest.mark.ci) for kind, way in zip(KINDS, EACH_WAY * 3, strict=False)),
+        *(("all", *way, True) for way in EACH_WAY),
+        pytest.param("all", "pattern", 1, True, marks=pytest.mark.skipif(not HAS_HYBRID_MODEL, reason=NEEDS_NEWER)),
+    ],
 )
-def test_balancing_is_that_of_each_sample_alone(kind, recompute, padding):
-    stock, tree = twins(tiny_config(**EXPERTS, **KINDS[kind], **RECOMPUTE[recompute]))
-    samples = branching_samples()
-    alone = gradients_alone(stock.train(), samples)
-    folded = gradients_folded(tree.train(), [fold(samples, pad_to_multiple_of=padding)])
-    assert_equal(folded, alone)
-    for ours, theirs in zip(counts_of(tree), counts_of(stock), strict=True):
-        assert torch.equal(ours, theirs)
+def test_balancing_is_that_of_each_sample_alone(kind, recompute, padding, chunks):
+    """Losses are those of each sample alone, and biases see each token of each sample once."""
+    if recompute == "pattern":
+        models = hybrid_twins(tiny_config(is_hybrid_model=True, num_layers=4, **MOE | KINDS[kind]), "*E*E")
+    else:
+        models = twins(tiny_config(**EXPERTS | KINDS[kind] | RECOMPUTE[recompute]))
+    stock, tree = (model.train() for model in models)
+    samples, rng = small_tree(3) if chunks else branching_samples(), random.Random(f"{kind} {recompute}")
+    expected, counts = unfolded(stock, samples), counts_of(stock)
+    assert bool(counts) == ("moe_router_enable_expert_bias" in KINDS[kind])
+    places = range(1, fold(samples).physical_tokens)
+    cuts = [places[:: 1 if recompute == "experts" else 4], rng.sample(places, rng.randint(2, 9))] if chunks else []
+    steps = [carried(samples, cut, multiple=rng.randint(1, 4), pass_tokens=rng.randint(1, 9)) for cut in cuts]
+    for batches in [*steps, *steps[1:]]:  # a step that is run again
+        compare(train(tree, batches), expected, ROUNDING)
+        assert all(map(torch.equal, counts_of(tree), counts))
+    if not chunks:
+        compare(unfolded(tree, samples), expected, ROUNDING)  # without a tree
+        assert all(map(torch.equal, counts_of(tree), counts))
+        batch = MicroBatch.from_layout(fold(samples, pad_to_multiple_of=padding))
+        compare(folded(tree, batch, entropy_weight=0.0), expected, ROUNDING)
+        assert all(map(torch.equal, counts_of(tree), counts))
 
 
 def gradients_in_rows(model, batches):
@@ -197,30 +214,14 @@ def test_inside_a_trainers_model_losses_are_what_its_schedule_divides(kind, per_
     assert_equal(found, wanted, 1e-12)
 
 
-@pytest.mark.parametrize("kind", ["aux loss", "sequence aux loss", "z-loss"])
-def test_balancing_does_not_depend_on_how_a_step_is_cut(kind):
-    _, tree = twins(tiny_config(**EXPERTS, **KINDS[kind]))
-    samples = branching_samples()
-    once = gradients_folded(tree.train(), [fold(samples)])
-    cut = gradients_folded(tree, [fold(samples[:5]), fold(samples[5:])])
-    assert_equal(cut, once)
-
-
 def test_a_router_that_counts_a_shared_token_once_is_wrong(monkeypatch):
     """The tests above can fail."""
     stock, tree = twins(tiny_config(**EXPERTS, **KINDS["all"]))
-    samples = branching_samples()
-    alone = gradients_alone(stock.train(), samples)
+    alone = unfolded(stock.train())["grads"]
     monkeypatch.setattr(TreeRouterMixin, "tree", property(lambda router: None, lambda router, tree: None))
-    folded = gradients_folded(tree.train(), [fold(samples)])
-    errors = [(folded[name] - wanted).norm() / wanted.norm() for name, wanted in alone.items() if "router" in name]
+    once = folded(tree.train(), folded_batch(), entropy_weight=0.0)["grads"]
+    errors = [(once[name] - wanted).norm() / wanted.norm() for name, wanted in alone.items() if "router" in name]
     assert min(errors) > 1e-3
-
-
-def test_a_batch_without_a_tree_is_balanced_as_upstream_does():
-    stock, tree = twins(tiny_config(**EXPERTS, **KINDS["all"]))
-    samples = branching_samples()[:4]
-    assert_equal(gradients_alone(tree.train(), samples), gradients_alone(stock.train(), samples))
 
 
 def test_a_tree_without_samples_is_refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,12 +10,25 @@ import numpy as np
 import pytest
 import torch
 from harness.in_double import kept_double
+from harness.marks import quick
 from harness.models import HAS_OUTPUT_PROCESSOR
 from harness.oracles import sample_lists, worst
-from harness.seam_models import GRAPHS, VOCAB, build, local_spec, tiny_config, twins
+from harness.seam_models import (
+    DELTA_NET,
+    GRAPHS,
+    MAMBA,
+    VOCAB,
+    build,
+    hybrid,
+    hybrid_twins,
+    local_spec,
+    tiny_config,
+    twins,
+    with_long_memory,
+)
+from harness.seam_runs import SPARSE
 from hypothesis import given
 from hypothesis.strategies import integers, sampled_from, sets
-from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -46,6 +60,7 @@ from mcore_prefix_tree.layout import trainer_rows as rows_module
 from mcore_prefix_tree.mcore import fold_inside, folding_model, follow_trees, with_prefix_tree, with_scalar_head
 from mcore_prefix_tree.mcore.packed import FoldCheckError, RowLogprobs
 from mcore_prefix_tree.mcore.packed.packed_rows import read_rows
+from mcore_prefix_tree.mcore.release import HAS_HYBRID_MODEL
 
 pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
 
@@ -53,19 +68,50 @@ pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filter
 UNLIKE = [np.array([1, 2, 3]), np.array([2, 3]), np.array([4])]
 
 
-def inside(config: Any = None, **model: Any) -> tuple[Any, Any]:
+# name: (pattern of a HybridModel, fields of the config, arguments of the model)
+KINDS: dict[str, tuple[str | None, dict[str, Any], dict[str, Any]]] = {
+    **{name: (None, settings, {}) for name, settings in MODELS.items()},
+    "tied": (None, {}, {"share_embeddings_and_output_weights": True}),
+    "learned positions": (None, {}, {"position_embedding_type": "learned_absolute"}),
+    "pattern: attention and MLPs": ("*-*-", {}, {}),
+    "pattern: experts": ("*E*-", MODELS["experts"], {}),
+    "pattern: state spaces": ("M-M*", MAMBA, {}),
+}
+RARE = {
+    "pattern: tied, ends in attention": ("-**", {}, {"share_embeddings_and_output_weights": True}),
+    "pattern: latent attention": ("+-", MODELS["latent"], {}),
+    "pattern: recomputed": ("*-*-", MODELS["recomputed"], {}),
+}
+
+
+def has_layers(pattern: str) -> bool:
+    if not HAS_HYBRID_MODEL:
+        return False
+    from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
+
+    return set(pattern) <= Symbols.VALID_LAYERS
+
+
+def inside(config: Any = None, pattern: str | None = None, *, check_first: bool = False, **model: Any) -> Any:
     """A model that folds, and a stock one with its weights."""
-    stock, tree = twins(tiny_config() if config is None else config, follows=False, **model)
-    return fold_inside(tree, attention_backend=backend_of(tree.config)), stock
+    config = tiny_config(num_layers=len(pattern or "***")) if config is None else config
+    if pattern is not None and not has_layers(pattern):
+        pytest.skip("such layers came with a later megatron-core")
+    given = (config,) if pattern is None else (config, pattern)
+    stock, tree = (twins if pattern is None else hybrid_twins)(*given, follows=False, **model)
+    return fold_inside(tree, attention_backend=backend_of(tree.config), check_first=check_first), stock
 
 
-@pytest.mark.parametrize("settings", MODELS.values(), ids=MODELS)
-def test_logits_and_losses(settings: dict[str, Any]) -> None:
-    # Upstream's scores of experts are in fp32 for any dtype of the model.
-    limit = 1e-6 if "num_moe_experts" in settings else FP64
-    model, stock = inside(tiny_config(**settings))
-    check_logits(model, stock, packed(ROWS), limit)
+@pytest.mark.parametrize("name", quick(*KINDS, of=KINDS | RARE))
+def test_logits_and_losses(name: str) -> None:
+    pattern, settings, arguments = (KINDS | RARE)[name]
+    # Upstream's scores of experts are in fp32 for any dtype of the model, and so are decays and step biases of Mamba.
+    limit = 1e-6 if {"num_moe_experts", "mamba_state_dim"} & settings.keys() else FP64
+    layers = {} if pattern is None else {"num_layers": len(pattern)}
+    model, stock = inside(tiny_config(**settings | layers), pattern, check_first=pattern is not None, **arguments)
+    check_logits(model, stock, packed(ROWS, gap=1, tail=2), limit)
     check_losses(model, stock, packed(ROWS), limit)
+    assert type(model) is type(stock)
 
 
 @pytest.mark.parametrize(
@@ -125,17 +171,6 @@ def random_pair() -> tuple[Any, Any]:
     return _PAIR[0]
 
 
-@pytest.mark.parametrize(
-    "model",
-    [{"share_embeddings_and_output_weights": True}, {"position_embedding_type": "learned_absolute"}],
-    ids=["tied", "learned positions"],
-)
-def test_other_models(model: dict[str, Any]) -> None:
-    folding, stock = inside(**model)
-    check_logits(folding, stock, packed(ROWS))
-    check_losses(folding, stock, packed(ROWS))
-
-
 def test_float32() -> None:
     model, stock = inside(tiny_config(torch.float32))
     check_logits(model, stock, packed(ROWS), FP32)
@@ -177,9 +212,20 @@ def test_labels_outside_the_vocabulary_have_no_loss() -> None:
     check_gradients(model, stock, FP64)
 
 
-@pytest.mark.parametrize("rows", [ROWS, UNLIKE], ids=["shared", "nothing shared"])
-def test_logprobs_and_entropy_of_rows(rows: Rows) -> None:
-    check_logprobs(*inside(), packed(rows, gap=1), temperature=0.7)
+@pytest.mark.parametrize(
+    ("rows", "pattern"),
+    [(ROWS, None), (UNLIKE, None), (ROWS, "*-*-")],
+    ids=["shared", "nothing shared", "of a pattern"],
+)
+def test_logprobs_and_entropy_of_rows(rows: Rows, pattern: str | None) -> None:
+    """Folding itself answers this output processor, also of a model that has no argument of that name."""
+    check_logprobs(*inside(pattern=pattern), packed(rows, gap=1), temperature=0.7)
+
+
+def test_a_hybrid_model_takes_no_other_output_processor() -> None:
+    model, _ = inside(pattern="*-*-")
+    with pytest.raises(NotImplementedError, match="HybridModel takes none; pass RowLogprobs, or labels"):
+        model(**packed(ROWS), output_processor=lambda **_: torch.zeros(1))
 
 
 @pytest.mark.skipif(not HAS_OUTPUT_PROCESSOR, reason="came with megatron-core 0.18")
@@ -243,20 +289,27 @@ def test_logits_can_be_changed_in_place() -> None:
     check_gradients(model, stock, FP64)
 
 
-def test_a_class_that_folds() -> None:
-    kind = folding_model(GPTModel, fused_head=False)
-    assert issubclass(kind, GPTModel)
-    assert kind.__name__ == "FoldingGPTModel"
-    config = tiny_config()
-    stock = build(config, local_spec(config))
-    model = kind(config, local_spec(config), VOCAB, 64, position_embedding_type="rope").double()
+@pytest.mark.parametrize(
+    "pattern", [None, pytest.param("*-", marks=pytest.mark.skipif(not HAS_HYBRID_MODEL, reason="needs HybridModel"))]
+)
+def test_a_class_that_folds(pattern: str | None) -> None:
+    config = tiny_config(num_layers=2)
+    if pattern is None:
+        stock, spec, layers = build(config, local_spec(config)), local_spec(config), {}
+    else:
+        from mcore_prefix_tree.cpu.hybrid import hybrid_stack
+
+        stock, spec, layers = hybrid(config, pattern), hybrid_stack, {"hybrid_layer_pattern": pattern}
+    kind = folding_model(type(stock), fused_head=False)
+    assert issubclass(kind, type(stock))
+    assert kind.__name__ == f"Folding{type(stock).__name__}"
+    model = kind(config, spec, VOCAB, 64, **layers, position_embedding_type="rope").double()
     model.load_state_dict(stock.state_dict(), strict=True)
     check_logits(model, stock, packed(ROWS))
 
 
-def test_state_dict_and_class_stay() -> None:
+def test_state_dict_stays() -> None:
     model, stock = inside()
-    assert type(model) is GPTModel
     assert model.state_dict().keys() == stock.state_dict().keys()
 
 
@@ -300,6 +353,20 @@ def test_the_report() -> None:
         model(**call)
     assert model.folding.report(training_only=True).micro_batches == 1
     assert model.folding.report() is None
+
+
+@pytest.mark.skipif(not HAS_HYBRID_MODEL, reason="needs HybridModel")
+def test_the_report_counts_the_layers_of_the_pattern() -> None:
+    """Attention in one layer of three: its work is that layer's, and MLPs are in the others."""
+    config = tiny_config(num_layers=1)  # upstream does not compare it with the pattern
+    few, many = (fold_inside(hybrid_twins(config, pattern)[1]) for pattern in ("*--", "***"))
+    call = packed([*ROWS, ROWS[0]])
+    for model in (few, many):
+        model(**call)
+    assert few.folding.last.fold_ratio == many.folding.last.fold_ratio
+    assert few.folding.last.work.layers == 1
+    assert many.folding.last.work.layers == 3
+    assert few.folding.last.work.token != many.folding.last.work.token
 
 
 def test_the_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -350,6 +417,39 @@ def test_rows_without_sharing_use_the_stock_model(monkeypatch: pytest.MonkeyPatc
         assert worst(answer[0, span, 1], -(logprob.exp() * logprob).sum(dim=1)) <= FP64
     check_logits(model, stock, packed(ROWS))
     assert model.folding.last.left_alone == 0
+
+
+@pytest.mark.parametrize(
+    ("pattern", "settings"),
+    [
+        *((pattern, MAMBA) for pattern in ("M", "M-M-", "M*", "-M")),
+        *((pattern, DELTA_NET) for pattern in ("G", "G-*")),
+        *((pattern, {}) for pattern in ("-", "--", "*-")),
+        ("E", MODELS["experts"]),
+        ("DD", SPARSE),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("counts", [False, True], ids=["", "total_tokens"])
+@pytest.mark.parametrize("layout", [{}, {"gap": 2, "tail": 3}], ids=["rows", "slots"])
+def test_rows_that_share_nothing(pattern: str, settings: dict[str, Any], counts: bool, layout: dict[str, int]) -> None:
+    """A state never runs from a row into the next, and stacks without attention need no attention for packed rows."""
+    if not has_layers(pattern):
+        pytest.skip(f"layers {pattern} came with a later megatron-core")
+    from mcore_prefix_tree.cpu.hybrid import hybrid_stack
+
+    spec = exchanged(hybrid_stack, {DotProductAttention: PackedAttention})
+    config = tiny_config(**settings | {"num_layers": len(pattern)})
+    with kept_double():
+        stock, tree = with_long_memory((hybrid(config, pattern), hybrid(config, pattern, spec)))
+        tree.load_state_dict(stock.state_dict())
+        model = fold_inside(tree, check_first=True)
+        call = packed([np.arange(first, first + size) for first, size in ((1, 9), (2, 5), (3, 1), (4, 12))], **layout)
+        if counts:
+            total = call["input_ids"].shape[1]
+            call["packed_seq_params"] = replace(call["packed_seq_params"], total_tokens=total)
+        check_logits(model, stock, call)
+        check_losses(model, stock, call)
 
 
 LEFT_OUT = ("cu_seqlens_kv", "cu_seqlens_kv_padded", "max_seqlen_q", "max_seqlen_kv")

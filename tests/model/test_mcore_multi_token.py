@@ -55,6 +55,7 @@ pytestmark = [
 ]
 
 FULL, TWO = RECOMPUTE["layers"], {"mtp_num_layers": 2}
+EXACT = supporting(attention_case(tiny_config(), device=torch.device("cpu")))
 TIED = {"share_embeddings_and_output_weights": True}
 # name: (fields of the config, arguments of GPTModel)
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -124,14 +125,6 @@ def _fresh_tracker():
     MTPLossLoggingHelper.tracker.clear()
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_depths_are_those_of_separate_samples(name):
-    settings, model_settings = VARIANTS[name]
-    stock, tree = mtp_twins(tiny_config(**settings), **model_settings)
-    limit = FP32_INSIDE if name == "experts" else 1e-12
-    assert_trains_as_apart(stock, tree, branching_samples(), depths=settings["mtp_num_layers"], limit=limit)
-
-
 # name: (pattern, fields of the config, arguments of HybridModel)
 HYBRIDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "one depth": ("*-*-/*", {}, {}),
@@ -157,18 +150,33 @@ def hybrid_mtp_twins(pattern: str, settings: dict[str, Any], model: dict[str, An
     return stock, with_multi_token(tree)
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
-def test_depths_of_hybrid_models(name):
-    stock, tree = hybrid_mtp_twins(*HYBRIDS[name])
-    limit = FP32_INSIDE if name == "experts" else 1e-12
-    assert_trains_as_apart(stock, tree, branching_samples(), depths=tree.mtp_num_depths, limit=limit)
-
-
 def twins_of(pattern, **settings):
     """With two depths, of a GPT without a pattern."""
     if pattern:
         return hybrid_mtp_twins(pattern, settings, {"max_sequence_length": 512})
     return mtp_twins(tiny_config(mtp_num_layers=2, **settings), max_sequence_length=512)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "settings", "arguments", "how"),
+    [
+        *(pytest.param(None, *one, {}, id=name) for name, one in VARIANTS.items()),
+        *(pytest.param(*one, {}, id=f"{one[0]}, {name}") for name, one in HYBRIDS.items()),
+        *(pytest.param(None, TWO, {}, {"backend": one}, id=one) for one in EXACT),
+        # A depth's window follows the depth's number, as upstream's does.
+        *(
+            pytest.param(None, TWO | WINDOWS_AND_SINKS[name], {}, {"backend": "reference"}, id=name)
+            for name in ("windows in two layers", "learnable sinks")
+        ),
+    ],
+)
+def test_depths_are_those_of_separate_samples(pattern, settings, arguments, how):
+    if pattern:
+        stock, tree = hybrid_mtp_twins(pattern, settings, arguments)
+    else:
+        stock, tree = mtp_twins(tiny_config(**settings), **arguments)
+    limit = FP32_INSIDE if "num_moe_experts" in settings else 1e-12
+    assert_trains_as_apart(stock, tree, branching_samples(), depths=tree.config.mtp_num_layers, limit=limit, **how)
 
 
 BOTH_KINDS = pytest.mark.parametrize("pattern", [None, "*-/*-/*-"], ids=["gpt", "hybrid"])
@@ -247,21 +255,6 @@ def test_hybrid_models_whose_depths_cannot_be_trained_are_refused():
     for pattern in ("*-", "*-/*/*"):
         with pytest.raises(NotImplementedError, match="mtp_num_layers=1, but hybrid_layer_pattern="):
             check_model(hybrid(config, pattern))
-
-
-@pytest.mark.parametrize("backend", supporting(attention_case(tiny_config(), device=torch.device("cpu"))))
-def test_every_backend(backend):
-    stock, tree = mtp_twins(tiny_config(mtp_num_layers=2))
-    samples = branching_samples()
-    assert_trains_as_apart(stock, tree, samples, depths=2, backend=backend)
-
-
-@pytest.mark.parametrize("name", ["windows in two layers", "learnable sinks"])
-def test_windows_and_sinks(name):
-    """A depth's window follows the depth's number, as upstream's does."""
-    stock, tree = mtp_twins(tiny_config(mtp_num_layers=2, **WINDOWS_AND_SINKS[name]))
-    samples = branching_samples()
-    assert_trains_as_apart(stock, tree, samples, depths=2, backend="reference")
 
 
 def test_depths_move_to_the_device():

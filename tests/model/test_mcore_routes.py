@@ -9,17 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness.oracles import worst
 from harness.routes import KINDS, replaying, routers, with_routes
 from harness.seam_models import EXPERTS, GRAPHS, RECOMPUTE, branching_samples, config_with, tiny_config, twins
-from harness.seam_runs import score_alone
+from harness.seam_runs import FP32_INSIDE, assert_equal, batch_of, folded, score_alone, take_gradients, unfolded
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from packed_calls import packed, rows_of, spans
 
 from mcore_prefix_tree import Sample, SampleError, fold
 from mcore_prefix_tree.cpu.specs import cpu_spec
-from mcore_prefix_tree.logprob import restore
 from mcore_prefix_tree.mcore import MicroBatch, RoutedPackedSeqParams, fold_inside, tree_forward
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.score_files import score_and_record
@@ -27,7 +25,6 @@ from mcore_prefix_tree.mcore.engine.scoring import ScoringStep
 from mcore_prefix_tree.mcore.outputs import Logprobs
 from mcore_prefix_tree.mcore.packed import fold_check
 from mcore_prefix_tree.mcore.seam.routes import check_routes, check_sample_routes
-from mcore_prefix_tree.objectives import sft_loss
 
 pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
 
@@ -44,8 +41,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
         "moe_router_group_topk": 2,
     },
 }
-# Upstream computes the scores of a router in fp32 for any dtype of the model.
-FP32_INSIDE, FP64 = 1e-6, 1e-12
+FP64 = 1e-12
 SHAPE = (3, 2, 8)
 # What a trainer sets.
 PARAMS = (
@@ -60,36 +56,14 @@ PARAMS = (
 
 
 def step_stock(model: Any, samples: list[Sample], row_of: Any = lambda layer: layer) -> Any:
-    """Log-probabilities of each sample, and the gradients of a step of samples that run by themselves."""
-    model.zero_grad()
-    rows = []
-    for sample in samples:
-        with replaying(model, sample, row_of):
-            logprob, _ = score_alone(model, sample)
-            (-(logprob * torch.as_tensor(sample.loss_mask[1:].copy())).sum()).backward()
-        rows.append(logprob.detach())
-    return rows, gradients(model)
+    """A step of samples that run by themselves, each with its routes."""
+    return unfolded(model, samples, around=lambda sample: replaying(model, sample, row_of))
 
 
 def step_folded(model: Any, samples: list[Sample]) -> Any:
-    model.zero_grad()
-    layout = fold(samples, padded_size=fold(samples).physical_tokens + 3)
-    batch = MicroBatch.from_layout(layout)
-    logprob, _ = Logprobs(entropy=False, fused=False).read(tree_forward(model, batch), batch)
-    sft_loss(logprob, batch.loss_weight).backward()
-    return [row[1:].detach() for row in restore(logprob, layout)], gradients(model)
-
-
-def gradients(model: Any) -> dict[str, torch.Tensor]:
-    return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
-
-
-def assert_equal(folded: Any, stock: Any, limit: float) -> None:
-    for ours, theirs in zip(folded[0], stock[0], strict=True):
-        assert worst(ours, theirs) < limit
-    assert folded[1].keys() == stock[1].keys()
-    for name, wanted in stock[1].items():
-        assert worst(folded[1][name], wanted) < limit, name
+    found = folded(model, batch_of(samples), entropy_weight=0.0)
+    del found["entropy"]  # of last tokens, too, which have no routes
+    return found
 
 
 def models(**changes: Any) -> Any:
@@ -132,8 +106,7 @@ def test_the_oracle_is_upstreams_replay(recompute):
     stock, _ = models(**RECOMPUTE[recompute])
     samples = with_routes(branching_samples(), "one token", SHAPE)
     expected = step_stock(stock, samples)
-    stock.zero_grad()
-    replays, rows = [RouterReplay() for _ in routers(stock)], []
+    replays, rows, total = [RouterReplay() for _ in routers(stock)], [], 0.0
     try:
         for sample in samples:
             routes = torch.from_numpy(sample.signals.routes.ids.astype(np.int64))
@@ -146,11 +119,13 @@ def test_the_oracle_is_upstreams_replay(recompute):
             logprob, _ = score_alone(stock, sample)
             for replay in replays:
                 replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
-            (-(logprob * torch.as_tensor(sample.loss_mask[1:].copy())).sum()).backward()
+            loss = -(logprob * torch.as_tensor(sample.loss_mask[1:].copy())).sum()
+            loss.backward()
+            total += loss.detach()
             rows.append(logprob.detach())
     finally:
         RouterReplay.clear_global_router_replay_instances()
-    assert_equal((rows, gradients(stock)), expected, FP64)
+    assert_equal({"logprob": rows, "loss": total, "grads": take_gradients(stock)}, expected, FP64)
 
 
 @pytest.mark.parametrize("layers", ["all", "with experts"])
@@ -211,14 +186,14 @@ def test_rows_inside_the_model_take_their_routes(recompute, padding):
     samples = with_routes(branching_samples(), "one token", SHAPE)
     call = routed_call(samples, **padding)
     answers = fold_inside(tree)(**call)[0]
-    plain, mine = step_stock(stock, samples), []
-    stock_rows = []
+    mine, total = [], 0.0
     for span, sample in zip(spans(call), samples, strict=True):
         logprob = torch.log_softmax(answers[span][:-1], dim=-1)
         mine.append(logprob.gather(1, torch.as_tensor(sample.tokens[1:].astype(np.int64))[:, None])[:, 0])
-        stock_rows.append(-(mine[-1] * torch.as_tensor(sample.loss_mask[1:].copy())).sum())
-    sum(stock_rows).backward()
-    assert_equal(([row.detach() for row in mine], gradients(tree)), plain, FP32_INSIDE)
+        total = total - (mine[-1] * torch.as_tensor(sample.loss_mask[1:].copy())).sum()
+    total.backward()
+    found = {"logprob": [row.detach() for row in mine], "loss": total.detach(), "grads": take_gradients(tree)}
+    assert_equal(found, step_stock(stock, samples), FP32_INSIDE)
     rows = [Sample(tokens=one.tokens, routed_experts=one.signals.routes) for one in samples]  # of one merge key
     assert tree.folding.last.to_log()["fold/fold_ratio"] == pytest.approx(fold(rows).fold_ratio)
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from harness.carried_trees import carried, train
+from harness.each_tensor import EachTensor
 from harness.in_double import kept_double
 from harness.seam_models import RECOMPUTE, deep_samples, tiny_config, twins
 from harness.seam_runs import SPARSE, assert_equal, assert_folded_is_unfolded, batch_of, unfolded
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.mcore import fold_inside
@@ -131,19 +131,6 @@ def test_blocks_change_nothing(loss: dict[str, Any], topk: int) -> None:
     assert_folded_is_unfolded(*twins(config), samples)
 
 
-class _Largest(TorchDispatchMode):
-    """Remembers the entries of the largest tensor that any operation made."""
-
-    entries = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = function(*args, **kwargs or {})
-        for one in made if isinstance(made, tuple | list) else (made,):
-            if isinstance(one, torch.Tensor):
-                self.entries = max(self.entries, one.numel())
-        return made
-
-
 def test_no_tensor_has_all_pairs_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chosen_keys, "_ENTRIES", 2**18)
     monkeypatch.setattr(chosen_keys, "_QUERIES", 64)
@@ -152,8 +139,9 @@ def test_no_tensor_has_all_pairs_of_tokens(monkeypatch: pytest.MonkeyPatch) -> N
     path = list(range(9)) * 200
     samples = [Sample(tokens=[*path, *[end] * 300], loss_mask=[1.0] * 2100) for end in (1, 2, 3)]
     batch = batch_of(samples)
-    with _Largest() as largest:
+    entries: list[int] = []
+    with EachTensor(lambda one: entries.append(one.numel())):
         tree_forward(tree, batch).sum().backward()
     size = batch.layout.padded_size
     assert size > 2600
-    assert largest.entries < size**2 / 8
+    assert max(entries) < size**2 / 8

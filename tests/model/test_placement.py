@@ -27,8 +27,7 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, str]:
     selected = [item for item in request.session.items if isinstance(item, pytest.Function)]
     names = [item.callspec.params["name"] for item in selected if item.originalname == OBJECTIVE_TEST]
     job = str(Path(__file__).with_name("placement_job.py"))
-    done = run(1, *names, program=(job,), timeout_s=600)
-    assert done.code == 0, done.err
+    done = run(1, *names, program=(job,), timeout_s=600, code=0)
     found: dict[str, str] = json.loads(done.out.splitlines()[-1])
     return found
 

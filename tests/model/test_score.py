@@ -87,8 +87,7 @@ def as_array(values: list[float | None]) -> np.ndarray:
 def test_scores_equal_unfolded_samples(job: Path, reference: Path, tmp_path: Path, all_tokens: bool, head: str) -> None:
     output = tmp_path / "scored.jsonl"
     flags = ["--all-tokens"] if all_tokens else []
-    result = run_command("score", job, *FLOAT64, head, "--output", output, "--reference", reference, *flags)
-    assert result.exit_code == 0, result.output
+    result = run_command("score", job, *FLOAT64, head, "--output", output, "--reference", reference, *flags, code=0)
     of_policy, of_reference = score_unfolded(job, job.parent / "runs"), score_unfolded(job, reference)
     samples, lines = read_samples(job.parent / "data.jsonl"), written(output)
     assert len(lines) == len(samples) > 2 * BATCH
@@ -135,8 +134,7 @@ def test_the_file_is_data_to_train_on(job: Path, reference: Path, tmp_path: Path
 
 def test_without_a_reference_and_entropies(job: Path, tmp_path: Path) -> None:
     output = tmp_path / "scored.jsonl"
-    result = run_command("score", job, "--no-entropy", "--output", output)
-    assert result.exit_code == 0, result.output
+    run_command("score", job, "--no-entropy", "--output", output, code=0)
     assert all({"entropy", "ref_logprobs"}.isdisjoint(line) for line in written(output))
     report, is_main = run_score(load_recipe(job), ScoreConfig(output=str(tmp_path / "more.jsonl")))
     assert is_main
@@ -180,8 +178,7 @@ def test_bad_weights_name_the_sample_and_leave_no_file(
             chunks[0].embedding.word_embeddings.weight[6] = float("nan")
 
     monkeypatch.setattr(score_recipe.checkpoint, "load_weights", broken)
-    result = run_command("score", job, "--output", output)
-    assert result.exit_code == 2
+    result = run_command("score", job, "--output", output, code=2)
     assert "the log-probability of token" in result.stderr
     assert "data.jsonl:" in result.stderr
     assert output.read_text() == "earlier content of it\n"
@@ -193,8 +190,7 @@ def test_tables_hold_the_same_rows_as_lines(job: Path, reference: Path, tmp_path
     """In the data's order, with columns that only some samples have; and they are data to train on."""
     lines, table = tmp_path / "scored.jsonl", tmp_path / name
     for output in (lines, table):
-        result = run_command("score", job, "--output", output, "--reference", reference)
-        assert result.exit_code == 0, result.output
+        run_command("score", job, "--output", output, "--reference", reference, code=0)
     content = pq.read_table(table) if name.endswith(".parquet") else pa.ipc.open_file(table).read_all()
     rows = [{column: value for column, value in row.items() if value is not None} for row in content.to_pylist()]
     assert rows == written(lines)
@@ -226,8 +222,7 @@ def test_tables_hold_the_same_rows_as_lines(job: Path, reference: Path, tmp_path
 )
 def test_mistakes_are_one_sentence(job: Path, tmp_path: Path, arguments: tuple[str, ...], says: str) -> None:
     filled = [argument.format(folder=tmp_path, runs=job.parent / "runs") for argument in arguments]
-    result = run_command("score", job, *filled, "--output", tmp_path / "out.jsonl")
-    assert result.exit_code == 2
+    result = run_command("score", job, *filled, "--output", tmp_path / "out.jsonl", code=2)
     assert says in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert not list(tmp_path.iterdir())
@@ -238,16 +233,14 @@ def test_the_data_are_not_replaced(job: Path, tmp_path: Path) -> None:
     before = data.read_bytes()
     (tmp_path / "link.jsonl").symlink_to(data)
     for output in (data, tmp_path / "link.jsonl"):
-        result = run_command("score", job, "--output", output)
-        assert result.exit_code == 2
+        result = run_command("score", job, "--output", output, code=2)
         assert f"--output {output}: is read by this command, which would replace it; name another file" in result.stderr
     assert data.read_bytes() == before
 
 
 def test_missing_pyarrow_is_reported_before_the_run(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    result = run_command("score", job, "--output", tmp_path / "out.parquet", "model.hidden_size=64")
-    assert result.exit_code == 2
+    result = run_command("score", job, "--output", tmp_path / "out.parquet", "model.hidden_size=64", code=2)
     assert result.stderr == (
         f"error: {tmp_path / 'out.parquet'}: Parquet and Arrow files need pyarrow: pip install 'pyarrow>=16'\n"
     )
@@ -268,8 +261,7 @@ def test_help_names_read_and_replaced_files() -> None:
 
 
 def test_missing_output_folder_is_rejected_before_the_run(job: Path, tmp_path: Path) -> None:
-    result = run_command("score", job, "--output", tmp_path / "no" / "out.jsonl")
-    assert result.exit_code == 2
+    result = run_command("score", job, "--output", tmp_path / "no" / "out.jsonl", code=2)
     assert "its folder does not exist or cannot be written to; create it" in result.stderr
 
 
@@ -280,8 +272,7 @@ def test_the_file_keeps_its_other_fields_and_names(job: Path, tmp_path: Path, na
     (tmp_path / "in.jsonl").write_text(f"{line}\n{line.replace('7', '8')}\n")
     fields = "data.fields={tokens: ids, group: task, reward: score}"
     path = f"data.path={tmp_path / 'in.jsonl'}"
-    result = run_command("score", job, fields, path, "--no-entropy", "--output", tmp_path / name)
-    assert result.exit_code == 0, result.output
+    run_command("score", job, fields, path, "--no-entropy", "--output", tmp_path / name, code=0)
     if name.endswith(".jsonl"):
         rows = written(tmp_path / name)
         assert '"extra": {"b": 1.50, "a": [null]}' in (tmp_path / name).read_text()

@@ -43,8 +43,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def steps(recipe: Path, *overrides: str) -> list[tuple[float, float]]:
     """Return the loss and the fold ratio of each step of a training run."""
     log = recipe.parent / "metrics.jsonl"
-    done = run_command("train", recipe, *overrides, f"log.metrics={log}")
-    assert done.exit_code == 0, done.output
+    run_command("train", recipe, *overrides, f"log.metrics={log}", code=0)
     rows: list[dict[str, Any]] = [json.loads(line) for line in log.read_text().splitlines()]
     return [(row["loss"], row["fold_ratio"]) for row in rows]
 
@@ -56,8 +55,7 @@ def expected(job: Path) -> dict[str, list[tuple[float, float]]]:
 
 
 def score(recipe: Path, output: Path, *arguments: str) -> str:
-    done = run_command("score", recipe, *arguments, "--output", output)
-    assert done.exit_code == 0, done.output
+    done = run_command("score", recipe, *arguments, "--output", output, code=0)
     return str(done.stdout)
 
 
@@ -120,12 +118,10 @@ def test_no_file_that_is_read_is_replaced(job: Path, tmp_path: Path) -> None:
     around = metadata.parent / ".." / "iter_0000002" / "metadata.json"
     linked = [tmp_path / name for name in ("link.json", "folder/metadata.json", "hard.json")]
     for path in (metadata, around, *linked):
-        done = run_command("score", job, "--output", path)
-        assert done.exit_code == 2
+        done = run_command("score", job, "--output", path, code=2)
         assert f"--output {path}: is read by this command, which would replace it" in done.stderr
     options = ("--reference", str(job.parent / "run"), "--output", str(metadata))
-    done = run_command("score", job, f"checkpoint.save={tmp_path / 'other'}", *options)
-    assert done.exit_code == 2
+    done = run_command("score", job, f"checkpoint.save={tmp_path / 'other'}", *options, code=2)
     assert "is read by this command" in done.stderr
     assert metadata.read_bytes() == before
     # Another file in the run's folder is no input, also the second time.
@@ -137,18 +133,15 @@ def test_home_folder_in_paths_is_expanded(job: Path, tmp_path: Path, monkeypatch
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
     monkeypatch.chdir(tmp_path)
-    done = run_command("train", job, "checkpoint.save=~/run", "log.metrics=~/metrics.jsonl", "train_iters=1")
-    assert done.exit_code == 0, done.output
-    done = run_command("score", job, "checkpoint.save=~/run", "--output=~/scored.jsonl")
-    assert done.exit_code == 0, done.output
+    done = run_command("train", job, "checkpoint.save=~/run", "log.metrics=~/metrics.jsonl", "train_iters=1", code=0)
+    done = run_command("score", job, "checkpoint.save=~/run", "--output=~/scored.jsonl", code=0)
     assert sorted(os.listdir(tmp_path / "home")) == ["metrics.jsonl", "run", "scored.jsonl"]
     settings = (
         *("checkpoint.save", "checkpoint.pretrained_checkpoint", "data.path", "validation.path", "data.tokenizer"),
         *("log.tensorboard", "objective.teacher_recipe", "model.hf", "checkpoint.export_hf"),
     )
     for setting in settings:
-        done = run_command("train", job, f"{setting}=s3://bucket/one")
-        assert done.exit_code == 2
+        done = run_command("train", job, f"{setting}=s3://bucket/one", code=2)
         assert setting in done.stderr
         assert "s3://bucket/one is a URL" in done.stderr
     done = run_command("train", job, "log.metrics=https://host/one.jsonl")
@@ -166,7 +159,6 @@ def test_home_folder_in_paths_is_expanded(job: Path, tmp_path: Path, monkeypatch
         ("inspect", "s3://bucket/one.jsonl"),
     )
     for name, first, *others in options:
-        done = run_command(name, first, *others)  # type: ignore[arg-type]  # a recipe, or another command's first argument
-        assert done.exit_code == 2
+        done = run_command(name, first, *others, code=2)  # type: ignore[arg-type]  # a recipe, or another command's first argument
         assert "is a URL" in done.stderr
     assert sorted(os.listdir(tmp_path)) == ["home"]

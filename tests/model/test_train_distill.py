@@ -21,6 +21,7 @@ from harness.train_jobs import (
     FLOAT64,
     VOCAB,
     Notes,
+    assert_resumes,
     batch_of,
     built,
     check_steps,
@@ -151,8 +152,7 @@ def test_a_checkpoint_is_a_teacher(tmp_path: Path, k: int) -> None:
     saving = [*FLOAT64, "train_iters=2", f"checkpoint.save={tmp_path / 'teacher'}"]
     train(job, *saving)
     output = tmp_path / "taught.jsonl"
-    done = run_command("score", job, *saving, "--teacher-top-k", k, "--output", output)
-    assert done.exit_code == 0, done.output
+    run_command("score", job, *saving, "--teacher-top-k", k, "--output", output, code=0)
     recipe = load_recipe(job, saving)
     scored = 0
     with world_of_one(recipe) as place:
@@ -181,8 +181,9 @@ def test_a_checkpoint_is_a_teacher(tmp_path: Path, k: int) -> None:
 
 def test_invalid_teacher_requests_are_rejected(job: Path, tmp_path: Path) -> None:
     def refused(*arguments: str) -> str:
-        done = run_command("score", job, f"checkpoint.save={tmp_path}", *arguments, "--output", tmp_path / "x.jsonl")
-        assert done.exit_code == 2
+        done = run_command(
+            "score", job, f"checkpoint.save={tmp_path}", *arguments, "--output", tmp_path / "x.jsonl", code=2
+        )
         return str(done.stderr)
 
     assert "--teacher-top-k=65: it must be from 1 to the vocabulary's 64" in refused("--teacher-top-k", "65")
@@ -271,11 +272,7 @@ def test_a_model_has_nothing_to_learn_from_itself(tmp_path: Path) -> None:
 @pytest.mark.ci
 def test_a_second_model_is_asked_again_after_a_resume(tmp_path: Path) -> None:
     job = write_job(tmp_path)
-    settings = [*from_model(recipe_of_teacher(tmp_path, job)), "checkpoint.save_interval=2"]
-    whole = train(job, *settings, f"checkpoint.save={tmp_path / 'whole'}")
-    saving = f"checkpoint.save={tmp_path / 'stopped'}"
-    train(job, *settings, saving, stop_after=3)
-    assert train(job, *settings, saving, resume=True).losses == whole.losses[2:]
+    assert_resumes(job, tmp_path, *from_model(recipe_of_teacher(tmp_path, job)), stop_after=3, interval=2)
 
 
 def test_verification_supports_a_second_model(tmp_path: Path) -> None:

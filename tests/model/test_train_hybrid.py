@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from harness.commands import run_command
-from harness.train_jobs import FLOAT64, batch_of, check_steps, stock_loss, stock_twin, train, world_of_one, write_job
+from harness.train_jobs import assert_resumes
 
 from mcore_prefix_tree.mcore.loop.session import session
 from mcore_prefix_tree.mcore.release import HAS_HYBRID_MODEL
@@ -32,22 +32,6 @@ def pattern_options(pattern: str, transformer: str = "{}") -> list[str]:
     return [f"model.hybrid_layer_pattern='{pattern}'", f"model.num_layers={layers}", f"model.transformer={transformer}"]
 
 
-@pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_job(tmp_path_factory.mktemp("hybrid"))
-
-
-@needs_hybrid
-def test_every_step_equals_the_stock_hybrid_models_step(job: Path) -> None:
-    """Losses and gradient norms of six steps in fp64 equal AdamW on the stock model, one sample at a time."""
-    recipe = load_recipe(job, [*FLOAT64, *pattern_options("*-*")])
-    notes = train(recipe)
-    with world_of_one(recipe) as place:
-        model = stock_twin(recipe, place)
-        weights = list(model.parameters())
-        check_steps(recipe, notes.reports, weights, lambda one: stock_loss(model, batch_of(recipe, one.iteration)))
-
-
 @needs_hybrid
 @pytest.mark.parametrize(
     ("pattern", "transformer"),
@@ -58,18 +42,13 @@ def test_other_layers_pass_verification(pattern: str, transformer: str, job: Pat
     if LAYERS[pattern[0]].refused is not None:
         pytest.skip("Gated DeltaNet and sparse attention follow a tree since megatron-core 0.19")
     groups = ["model.num_query_groups=null"] if transformer == SPARSE else []
-    result = run_command("verify", job, *pattern_options(pattern, transformer), *groups)
-    assert result.exit_code == 0, result.output
+    result = run_command("verify", job, *pattern_options(pattern, transformer), *groups, code=0)
     assert "TOO LARGE" not in result.output
 
 
 @needs_hybrid
 def test_training_resumes(job: Path, tmp_path: Path) -> None:
-    saving = ["checkpoint.save_interval=2", *pattern_options("*-")]
-    once = train(job, f"checkpoint.save={tmp_path}/once", *saving)
-    train(job, f"checkpoint.save={tmp_path}/twice", *saving, stop_after=4)
-    again = train(job, f"checkpoint.save={tmp_path}/twice", *saving, resume=True)
-    assert again.losses == once.losses[-len(again.losses) :]
+    assert_resumes(job, tmp_path, *pattern_options("*-"), stop_after=4, interval=2)
 
 
 def test_flops_are_those_of_the_layers(job: Path) -> None:
@@ -116,6 +95,5 @@ def test_patterns_that_cannot_be_trained_are_refused(options: list[str], message
 @needs_hybrid
 def test_sizes_that_megatron_refuses_end_in_a_sentence(job: Path) -> None:
     sizes = SSM.replace("mamba_num_heads: 4", "mamba_num_heads: 3")
-    result = run_command("train", job, *pattern_options("M-", sizes))
-    assert result.exit_code == 2
+    result = run_command("train", job, *pattern_options("M-", sizes), code=2)
     assert "error: megatron-core refuses this model: nheads must be evenly divisible by ngroups" in result.output

@@ -122,8 +122,7 @@ def test_a_run_that_starts_again_starts_its_file_again(job: Path, tmp_path: Path
 def test_file_with_other_content_is_not_changed(job: Path, tmp_path: Path, content: str, number: int) -> None:
     file = tmp_path / "notes.jsonl"
     file.write_text(content)
-    result = run_command("train", job, f"log.metrics={file}", "train_iters=2")
-    assert result.exit_code == 2
+    result = run_command("train", job, f"log.metrics={file}", "train_iters=2", code=2)
     assert result.stderr == (
         f"error: log.metrics={file}: line {number} is not a step of a run, and the run would append to the file; name "
         "another\n"
@@ -146,8 +145,7 @@ def test_unwritable_metrics_file_is_rejected_before_the_first_step(
 ) -> None:
     (tmp_path / "in_the_way").touch()
     (tmp_path / "folder.jsonl").mkdir()
-    result = run_command("train", job, f"log.metrics={tmp_path / name}", "train_iters=2")
-    assert result.exit_code == 2
+    result = run_command("train", job, f"log.metrics={tmp_path / name}", "train_iters=2", code=2)
     assert says in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert "step 1" not in result.stdout
@@ -237,8 +235,7 @@ def test_tensorboard_shows_no_step_twice_after_a_resume(job: Path, tmp_path: Pat
 def test_unwritable_tensorboard_folder_is_rejected_before_the_first_step(job: Path, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     (tmp_path / "in_the_way").touch()
-    result = run_command("train", job, f"log.tensorboard={tmp_path / 'in_the_way' / 'board'}", "train_iters=2")
-    assert result.exit_code == 2
+    result = run_command("train", job, f"log.tensorboard={tmp_path / 'in_the_way' / 'board'}", "train_iters=2", code=2)
     assert result.stderr == (
         f"error: log.tensorboard={tmp_path / 'in_the_way' / 'board'}: Not a directory; name a folder that can be "
         "written to\n"

@@ -13,7 +13,6 @@ import pyarrow.parquet
 import pytest
 import torch
 from harness.commands import run_command, write_rows
-from harness.marks import quick
 from harness.train_jobs import (
     BATCH,
     assert_same_bits,
@@ -37,19 +36,22 @@ from mcore_prefix_tree.settings import RecipeError, load_recipe
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
+Run = tuple[Path, Path, list[float]]  # a recipe, the folder that it saved in, its losses
+
+
 def saving(folder: Path, *more: str) -> list[str]:
     return [f"checkpoint.save={folder}", "checkpoint.save_interval=2", *more]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[float]]:
-    """A run of six steps that saved after 2, 4 and 6: its recipe, its folder, its losses."""
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Six steps, saved after 2, 4 and 6."""
     folder = tmp_path_factory.mktemp("undisturbed")
     recipe = write_job(folder)
     return recipe, folder / "saved", train(recipe, *saving(folder / "saved")).losses
 
 
-def test_checkpoints_have_megatrons_layout(undisturbed: tuple[Path, Path, list[float]]) -> None:
+def test_checkpoints_have_megatrons_layout(undisturbed: Run) -> None:
     _, saved, _ = undisturbed
     assert sorted(path.name for path in saved.iterdir()) == ["iter_0000002", "iter_0000004", "iter_0000006", TRACKER]
     assert (saved / TRACKER).read_text() == "6"
@@ -73,37 +75,24 @@ def test_last_step_saves_with_any_interval(job: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["iter_0000003", TRACKER]
 
 
-def test_run_resumes_with_only_the_last_checkpoints_kept(
-    undisturbed: tuple[Path, Path, list[float]], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("keep_last", [(), ("checkpoint.keep_last=1",)], ids=["all", "only the last"])
+def test_interrupted_run_resumes_with_the_same_bits(undisturbed: Run, tmp_path: Path, keep_last: Any) -> None:
     recipe, reference, losses = undisturbed
     saved = tmp_path / "saved"
-    options = saving(saved, "checkpoint.keep_last=1")
-    train(recipe, *options, stop_after=5)
-    assert sorted(path.name for path in saved.iterdir()) == ["iter_0000004", TRACKER]
-    resumed = train(recipe, *options, resume=True)
+    kept = ["iter_0000002", "iter_0000004", "iter_0000006"]
+    interrupted = train(recipe, *saving(saved, *keep_last), stop_after=5)
+    assert interrupted.losses == losses[:5]
+    assert sorted(path.name for path in saved.iterdir()) == [*kept[1 if keep_last else 0 : 2], TRACKER]
+    assert (saved / TRACKER).read_text() == "4"
+    resumed = train(recipe, *saving(saved, *keep_last), resume=True)
+    assert resumed.spans == [(5, 6)]
+    assert resumed.told == [f"resumed from {saved / 'iter_0000004'}"]
     assert resumed.losses == losses[4:]
-    assert sorted(path.name for path in saved.iterdir()) == ["iter_0000006", TRACKER]
+    assert sorted(path.name for path in saved.iterdir()) == [*kept[2 if keep_last else 0 :], TRACKER]
     assert_same_bits(checkpoint_content(saved, 6), checkpoint_content(reference, 6))
 
 
-def test_interrupted_run_resumes_with_the_same_bits(
-    undisturbed: tuple[Path, Path, list[float]], tmp_path: Path
-) -> None:
-    recipe, reference, losses = undisturbed
-    interrupted = train(recipe, *saving(tmp_path / "saved"), stop_after=5)
-    assert interrupted.losses == losses[:5]
-    assert (tmp_path / "saved" / TRACKER).read_text() == "4"
-    resumed = train(recipe, *saving(tmp_path / "saved"), resume=True)
-    assert resumed.spans == [(5, 6)]
-    assert resumed.told == [f"resumed from {tmp_path / 'saved' / 'iter_0000004'}"]
-    assert resumed.losses == losses[4:]
-    assert_same_bits(checkpoint_content(tmp_path / "saved", 6), checkpoint_content(reference, 6))
-
-
-def test_a_half_written_checkpoint_is_ignored_and_overwritten(
-    undisturbed: tuple[Path, Path, list[float]], tmp_path: Path
-) -> None:
+def test_a_half_written_checkpoint_is_ignored_and_overwritten(undisturbed: Run, tmp_path: Path) -> None:
     recipe, reference, losses = undisturbed
     saved = tmp_path / "saved"
     shutil.copytree(reference, saved)
@@ -123,11 +112,10 @@ def test_a_half_written_checkpoint_is_ignored_and_overwritten(
         assert_same_bits(checkpoint_content(saved, iteration), checkpoint_content(reference, iteration))
 
 
-def test_resuming_a_finished_run_trains_nothing(undisturbed: tuple[Path, Path, list[float]], tmp_path: Path) -> None:
+def test_resuming_a_finished_run_trains_nothing(undisturbed: Run, tmp_path: Path) -> None:
     recipe, reference, _ = undisturbed
     shutil.copytree(reference, tmp_path / "saved")
-    result = run_command("train", recipe, *saving(tmp_path / "saved"), "--resume")
-    assert result.exit_code == 0
+    result = run_command("train", recipe, *saving(tmp_path / "saved"), "--resume", code=0)
     assert result.stdout.splitlines()[1:] == [  # after the choice of auto
         f"resumed from {tmp_path / 'saved' / 'iter_0000006'}",
         "nothing to train: train_iters=6 are done",
@@ -137,7 +125,7 @@ def test_resuming_a_finished_run_trains_nothing(undisturbed: tuple[Path, Path, l
     assert fewer.stdout.splitlines()[-1] == f"saved: {tmp_path / 'saved' / 'iter_0000006'}"
 
 
-def test_more_steps_can_be_asked_of_a_finished_run(undisturbed: tuple[Path, Path, list[float]], tmp_path: Path) -> None:
+def test_more_steps_can_be_asked_of_a_finished_run(undisturbed: Run, tmp_path: Path) -> None:
     recipe, reference, _ = undisturbed
     shutil.copytree(reference, tmp_path / "saved")
     changed = ("train_iters=8", "optimizer.lr=5e-3", "optimizer.min_lr=0", "optimizer.adam_beta1=0.5")
@@ -151,9 +139,7 @@ def test_more_steps_can_be_asked_of_a_finished_run(undisturbed: tuple[Path, Path
     assert {group["betas"] for group in groups} == {(0.5, 0.95)}
 
 
-def test_changed_settings_of_a_resumed_run_are_reported(
-    undisturbed: tuple[Path, Path, list[float]], tmp_path: Path
-) -> None:
+def test_changed_settings_of_a_resumed_run_are_reported(undisturbed: Run, tmp_path: Path) -> None:
     recipe, reference, _ = undisturbed
     saved = tmp_path / "saved"
     shutil.copytree(reference, saved)
@@ -176,8 +162,7 @@ def test_folder_is_locked_by_one_run_at_a_time(job: Path, tmp_path: Path) -> Non
         checkpoint.make_folder(saved)
         claim = exclusive_save(saved)
         claim.__enter__()
-    result = run_command("train", job, *saving(saved))
-    assert result.exit_code == 2
+    result = run_command("train", job, *saving(saved), code=2)
     assert result.stderr == (
         f"error: checkpoint.save={saved}: another run is saving there at this moment; wait for its end or choose "
         "another folder\n"
@@ -186,9 +171,7 @@ def test_folder_is_locked_by_one_run_at_a_time(job: Path, tmp_path: Path) -> Non
     assert train(job, *saving(saved), stop_after=1).spans == [(1, 6)]
 
 
-def test_resuming_from_nothing_starts_at_the_first_step(
-    undisturbed: tuple[Path, Path, list[float]], tmp_path: Path
-) -> None:
+def test_resuming_from_nothing_starts_at_the_first_step(undisturbed: Run, tmp_path: Path) -> None:
     recipe, _, losses = undisturbed
     notes = train(recipe, *saving(tmp_path / "empty"), resume=True, stop_after=1)
     assert notes.spans == [(1, 6)]
@@ -196,11 +179,10 @@ def test_resuming_from_nothing_starts_at_the_first_step(
     assert notes.losses == losses[:1]
 
 
-def test_a_folder_that_holds_a_checkpoint_is_not_written_into(undisturbed: tuple[Path, Path, list[float]]) -> None:
+def test_a_folder_that_holds_a_checkpoint_is_not_written_into(undisturbed: Run) -> None:
     recipe, saved, _ = undisturbed
     before = {path: path.stat().st_mtime_ns for path in saved.rglob("*")}
-    result = run_command("train", recipe, *saving(saved))
-    assert result.exit_code == 2
+    result = run_command("train", recipe, *saving(saved), code=2)
     assert result.stderr == (
         f"error: checkpoint.save={saved} already holds iteration 6; "
         "continue it with --resume or choose another folder\n"
@@ -217,25 +199,22 @@ def test_resume_needs_a_folder(job: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("seed=7", "was written with seed=1234, this run has seed=7"),
-        ("data.order=file", "was written with order=shuffled, this run has order=file"),
-        ("batch.global_batch_size=5", "was written with global_batch_size=6, this run has global_batch_size=5"),
+        ("seed=7", "{saved} was written with seed=1234, this run has seed=7"),
+        ("data.order=file", "{saved} was written with order=shuffled, this run has order=file"),
+        ("batch.global_batch_size=5", "{saved} was written with global_batch_size=6, this run has global_batch_size=5"),
+        ("data.path={fewer}", "{saved} was written with samples_per_epoch=16, this run has samples_per_epoch=15"),
+        ("model.hidden_size=64", "the weights in {saved} were trained with model.hidden_size=32"),
+        ("model.num_layers=3", "the weights in {saved} were trained with model.num_layers=2"),
+        ("model.add_bias_linear=true", "the weights in {saved} were trained with model.add_bias_linear=False"),
+        ("model.dtype=bfloat16", "checkpoint {saved} is damaged or does not fit this recipe's"),
     ],
 )
-def test_forbidden_changes_are_rejected_by_name(
-    undisturbed: tuple[Path, Path, list[float]], override: str, says: str
-) -> None:
-    recipe, saved, _ = undisturbed
-    with pytest.raises(RecipeError) as error:
-        train(recipe, *saving(saved, override, "train_iters=9"), resume=True)
-    assert str(error.value).startswith(f"checkpoint {saved / 'iter_0000006'} {says}")
-
-
-def test_other_data_are_refused(undisturbed: tuple[Path, Path, list[float]], tmp_path: Path) -> None:
+def test_forbidden_changes_are_rejected_by_name(undisturbed: Run, tmp_path: Path, override: str, says: str) -> None:
     recipe, saved, _ = undisturbed
     fewer = write_rows(tmp_path / "fewer.jsonl", rows()[:-1])
-    with pytest.raises(RecipeError, match="was written with samples_per_epoch=16, this run has samples_per_epoch=15"):
-        train(recipe, *saving(saved, f"data.path={fewer}"), resume=True)
+    with pytest.raises(RecipeError) as error:
+        train(recipe, *saving(saved, override.format(fewer=fewer), "train_iters=9"), resume=True)
+    assert says.format(saved=saved / "iter_0000006") in str(error.value)
 
 
 @pytest.mark.parametrize("streaming", ["data.streaming=false", "data.streaming=true"])
@@ -283,7 +262,7 @@ def test_new_data_start_at_their_first_sample_on_request(job: Path, tmp_path: Pa
     assert result.stderr == "error: --new-data goes with --resume: a run that begins has no other data\n"
 
 
-def test_stock_model_loads_a_checkpoint(undisturbed: tuple[Path, Path, list[float]]) -> None:
+def test_stock_model_loads_a_checkpoint(undisturbed: Run) -> None:
     recipe_file, saved, _ = undisturbed
     recipe = load_recipe(recipe_file)
     with world_of_one(recipe) as place, torch.no_grad():
@@ -332,7 +311,7 @@ def cut_in_half(path: Path) -> None:
     ],
 )
 def test_damaged_checkpoint_error_names_the_file(
-    undisturbed: tuple[Path, Path, list[float]], tmp_path: Path, name: str, damage: object, says: str
+    undisturbed: Run, tmp_path: Path, name: str, damage: object, says: str
 ) -> None:
     recipe, reference, _ = undisturbed
     saved = tmp_path / "saved"
@@ -343,24 +322,6 @@ def test_damaged_checkpoint_error_names_the_file(
     with pytest.raises(RecipeError) as error:
         train(recipe, *saving(saved), resume=True)
     assert says.format(file=saved / name, saved=saved) in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("override", "says"),
-    [
-        ("model.hidden_size=64", "the weights in {saved} were trained with model.hidden_size=32"),
-        ("model.num_layers=3", "the weights in {saved} were trained with model.num_layers=2"),
-        ("model.add_bias_linear=true", "the weights in {saved} were trained with model.add_bias_linear=False"),
-        ("model.dtype=bfloat16", "checkpoint {saved} is damaged or does not fit this recipe's"),
-    ],
-)
-def test_a_checkpoint_of_another_model_is_refused(
-    undisturbed: tuple[Path, Path, list[float]], override: str, says: str
-) -> None:
-    recipe, saved, _ = undisturbed
-    with pytest.raises(RecipeError) as error:
-        train(recipe, *saving(saved, override), resume=True)
-    assert str(error.value).startswith(says.format(saved=saved / "iter_0000006"))
 
 
 def test_a_checkpoint_of_another_program_is_refused(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,43 +335,31 @@ def test_a_checkpoint_of_another_program_is_refused(job: Path, tmp_path: Path, m
         train(job, *saving(tmp_path / "saved"), resume=True)
 
 
-def assert_same_but_for_checksums(one: Path, other: Path) -> None:
-    """Streamed samples have other checksums."""
-    contents = [checkpoint_content(folder, 6) for folder in (one, other)]
-    for content in contents:
-        content["progress"].pop("checksums")
-    assert_same_bits(*contents)
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    ("form", "workers"),
+    [("jsonl", 0), ("jsonl", 2), ("parquet", 2), pytest.param("arrow", 2, marks=pytest.mark.slow)],
+)
 def test_streamed_data_are_the_same_data_and_resume_in_the_middle_of_an_epoch(
-    undisturbed: tuple[Path, Path, list[float]], tmp_path: Path, num_workers: int
+    undisturbed: Run, tmp_path: Path, form: str, workers: int
 ) -> None:
     """Bit for bit as with samples in memory; steps 3 and 6 reach over the end of an epoch."""
     recipe, reference, losses = undisturbed
-    streamed = ("data.streaming=true", f"data.num_workers={num_workers}")
+    streamed = ["data.streaming=true", f"data.num_workers={workers}"]
+    table, data = pa.Table.from_pylist(rows()), tmp_path / f"rows.{form}"
+    if form == "parquet":
+        pyarrow.parquet.write_table(table, data, row_group_size=3)
+    elif form == "arrow":
+        pyarrow.feather.write_feather(table, data, chunksize=3, compression="lz4")
+    if data.exists():
+        streamed.append(f"data.path={data}")
     first = train(recipe, *saving(tmp_path / "saved", *streamed), stop_after=3)
     second = train(recipe, *saving(tmp_path / "saved", *streamed), resume=True)
     assert second.spans == [(3, 6)]
     assert first.losses[:2] + second.losses == losses
-    assert_same_but_for_checksums(tmp_path / "saved", reference)
-
-
-@pytest.mark.parametrize("form", quick("parquet", of=["parquet", "arrow"]))
-def test_tables_are_the_same_data(undisturbed: tuple[Path, Path, list[float]], tmp_path: Path, form: str) -> None:
-    """Bit for bit as with JSON Lines, streamed and resumed in the middle of an epoch."""
-    recipe, reference, losses = undisturbed
-    table, data = pa.Table.from_pylist(rows()), tmp_path / f"rows.{form}"
-    if form == "parquet":
-        pyarrow.parquet.write_table(table, data, row_group_size=3)
-    else:
-        pyarrow.feather.write_feather(table, data, chunksize=3, compression="lz4")
-    options = saving(tmp_path / "saved", f"data.path={data}", "data.streaming=true")
-    first = train(recipe, *options, stop_after=3)
-    second = train(recipe, *options, resume=True)
-    assert second.spans == [(3, 6)]
-    assert first.losses[:2] + second.losses == losses
-    assert_same_but_for_checksums(tmp_path / "saved", reference)
+    contents = [checkpoint_content(folder, 6) for folder in (tmp_path / "saved", reference)]
+    for content in contents:
+        content["progress"].pop("checksums")  # streamed samples have others
+    assert_same_bits(*contents)
 
 
 @pytest.mark.parametrize("streaming", ["false", "true"])

@@ -14,10 +14,10 @@ import torch
 from harness.commands import run_command, write_rows
 from harness.marks import quick
 from harness.train_jobs import (
-    BATCH,
     FLOAT64,
     VOCAB,
-    assert_same_bits,
+    assert_resumes,
+    batch_of,
     built,
     check_steps,
     checkpoint_content,
@@ -28,16 +28,14 @@ from harness.train_jobs import (
 )
 from objective_oracles import ValuesAlone, critic_loss, reward_model_loss
 
-from mcore_prefix_tree import Sample, SampleError
-from mcore_prefix_tree.data import iter_sample_groups, read_samples
-from mcore_prefix_tree.data.batches import SampleOrder
-from mcore_prefix_tree.data.grouping import whole_groups
+from mcore_prefix_tree import SampleError
+from mcore_prefix_tree.data import read_samples
 from mcore_prefix_tree.mcore.checkpoints import checkpoint
 from mcore_prefix_tree.mcore.loop.jobs import run_once, verify_first
 from mcore_prefix_tree.mcore.outputs import ValueLoss, Values
 from mcore_prefix_tree.mcore.seam.scalar_output_layer import CHECKPOINT_KEY, with_scalar_head
 from mcore_prefix_tree.objectives import make_objective
-from mcore_prefix_tree.settings import Recipe, RecipeError, load_recipe
+from mcore_prefix_tree.settings import RecipeError, load_recipe
 
 CRITIC = {"gamma": 0.9, "lam": 0.8, "normalise": "sample"}
 REWARD_MODEL = {"center_coef": 0.01}
@@ -76,16 +74,6 @@ def job(tmp_path: Path) -> Path:
     return write_job(tmp_path, rows())
 
 
-def batch_of(recipe: Recipe, iteration: int) -> list[Sample]:
-    """The samples of a step, from only the documented order."""
-    lines: Sequence[Sequence[Sample]] = list(iter_sample_groups(recipe.data.path))
-    whole = recipe.objective.name == "reward_model"
-    if whole:
-        lines = whole_groups(lines, "pair", step=BATCH, setting="the test")
-    order = SampleOrder(lines, seed=recipe.seed, order=recipe.data.order, step=BATCH, whole_steps=whole)
-    return order.take((iteration - 1) * BATCH, BATCH)
-
-
 def hidden_of(model: Any, tokens: Sequence[int]) -> torch.Tensor:
     """``[n, h]``, the stock model's input of its output layer for one unfolded sample."""
     seen: list[torch.Tensor] = []
@@ -121,14 +109,7 @@ def test_every_step_equals_the_stock_models_step(job: Path, name: str) -> None:
 
 
 def test_resumed_run_and_its_checkpoints(job: Path, tmp_path: Path) -> None:
-    whole = train(job, *overrides_of("critic"), f"checkpoint.save={tmp_path / 'whole'}")
-    saved = [*overrides_of("critic"), f"checkpoint.save={tmp_path / 'cut'}", "checkpoint.save_interval=3"]
-    train(job, *saved, stop_after=4)
-    rest = train(job, *saved, resume=True)
-    assert [report.iteration for report in rest.reports] == [4, 5, 6]
-    assert rest.losses == whole.losses[3:]
-    content = checkpoint_content(tmp_path / "cut", 6)
-    assert_same_bits(content, checkpoint_content(tmp_path / "whole", 6))
+    _, content = assert_resumes(job, tmp_path, *overrides_of("critic"), stop_after=4, interval=3)
     assert content[CHECKPOINT_KEY].shape == (1, 32)
     assert f"optimizer.state.exp_avg.{CHECKPOINT_KEY}" in content
     assert not [name for name in content if "output_layer" in name]
@@ -193,9 +174,14 @@ def test_checkpoints_of_another_kind_of_model_are_rejected(job: Path, tmp_path: 
     with pytest.raises(RecipeError, match=r"sft/iter_0000002 is damaged or does not fit .*scalar_head\.weight"):
         train(job, *overrides_of("critic"), f"checkpoint.save={language_model}", resume=True)
     scoring = run_command(
-        "score", job, *overrides_of("critic"), f"checkpoint.save={language_model}", "--output", tmp_path / "x.jsonl"
+        "score",
+        job,
+        *overrides_of("critic"),
+        f"checkpoint.save={language_model}",
+        "--output",
+        tmp_path / "x.jsonl",
+        code=2,
     )
-    assert scoring.exit_code == 2
     assert "does not fit this recipe's model" in scoring.stderr
     with pytest.raises(RecipeError, match=r"^checkpoint.pretrained_checkpoint=.*nowhere holds no checkpoint; name"):
         train(job, f"checkpoint.pretrained_checkpoint={tmp_path / 'nowhere'}")
@@ -214,8 +200,7 @@ def test_the_loop_of_ppo_closes(job: Path, tmp_path: Path) -> None:
     for number, (name, folder) in enumerate((("reward_model",) * 2, ("critic",) * 2, ("ppo", "policy"))):
         target = tmp_path / f"scored_{number}.jsonl"
         arguments = (f"objective.name={name}", f"checkpoint.save={tmp_path / folder}", f"data.path={written}")
-        done = run_command("score", fresh, *arguments, "--no-entropy", "--output", target)
-        assert done.exit_code == 0, done.output
+        run_command("score", fresh, *arguments, "--no-entropy", "--output", target, code=0)
         written = target
     for row in map(json.loads, written.read_text().splitlines()):
         scored = [weight != 0 and t > 0 for t, weight in enumerate(row["loss_mask"])]
@@ -243,8 +228,7 @@ def test_scores_equal_the_stock_model_on_unfolded_samples(job: Path, tmp_path: P
     saving = [*FLOAT64, *overrides_of(name), f"checkpoint.save={tmp_path / 'runs'}"]
     train(job, *saving, "train_iters=2")
     output = tmp_path / "scored.jsonl"
-    done = run_command("score", job, *saving, "--all-tokens", "--output", output)
-    assert done.exit_code == 0, done.output
+    run_command("score", job, *saving, "--all-tokens", "--output", output, code=0)
     recipe = load_recipe(job, saving)
     with world_of_one(recipe) as place:
         trained, model = built(recipe, place), stock_model(recipe, place)
@@ -258,8 +242,7 @@ def test_scores_equal_the_stock_model_on_unfolded_samples(job: Path, tmp_path: P
                 assert row["values"][1:] == pytest.approx(values[:-1], rel=1e-11)
             else:
                 assert row["reward"] == pytest.approx(values[-1], rel=1e-11)
-    refused = run_command("score", job, *saving, "--reference", tmp_path / "runs", "--output", output)
-    assert refused.exit_code == 2
+    refused = run_command("score", job, *saving, "--reference", tmp_path / "runs", "--output", output, code=2)
     assert "--reference adds ref_logprobs to those of a policy, but this model gives only" in refused.stderr
 
 
@@ -283,8 +266,7 @@ def test_verification_detects_wrong_values(job: Path, monkeypatch: pytest.Monkey
     report, _ = run_once(load_recipe(job, overrides_of("critic")), verify_first)
     assert not report.passed
     assert min(report.value_error, report.loss_error, report.gradient_error) > 1e-3
-    done = run_command("verify", job, *overrides_of("critic"))
-    assert done.exit_code == 1
+    done = run_command("verify", job, *overrides_of("critic"), code=1)
     assert "values of a sample" in done.output
 
 

@@ -252,8 +252,7 @@ def test_equal_rewards_give_exactly_0_without_eps(
 def test_command_line_deals_complete_rollouts(tmp_path: Path) -> None:
     job = write_job(tmp_path, lines(by_turn=True))
     rollout = ("objective.options={normalise: rollout}", "batch.max_tokens=80", "train_iters=3")
-    done = run_command("train", job, *rollout, "batch.global_batch_size=null", "batch.groups_per_step=5")
-    assert done.exit_code == 0, done.output
+    done = run_command("train", job, *rollout, "batch.global_batch_size=null", "batch.groups_per_step=5", code=0)
     told = " ".join(done.output.split())
     assert "each epoch skips 1 rollout: steps take complete rollouts, and a step of 5 does not divide all" in told
     done = run_command("train", job, *rollout, "batch.global_batch_size=4")

@@ -216,8 +216,7 @@ def test_losses_of_experts_that_are_too_strong_are_found(job: Path, monkeypatch:
 def test_the_loss_that_compares_samples_is_left_out(job: Path) -> None:
     kind = "model.transformer.moe_router_load_balancing_type=[seq_aux_loss, global_aux_loss]"
     coefficients = "model.transformer.moe_aux_loss_coeff=[0.05, 0.5]"
-    result = run_command("verify", job, "model.dtype=float64", *BALANCED, kind, coefficients)
-    assert result.exit_code == 0, result.stderr
+    result = run_command("verify", job, "model.dtype=float64", *BALANCED, kind, coefficients, code=0)
     assert "not compared: global_aux_loss, which a sample by itself does not have" in result.stdout
 
 
@@ -378,8 +377,7 @@ def test_random_draws_in_training_are_refused(job: Path, monkeypatch: pytest.Mon
         return plain(layer, F.dropout(hidden, 0.01, layer.training), **options)
 
     monkeypatch.setattr(MLP, "forward", noisy)
-    result = run_command("train", job, "verify.enabled=true")
-    assert result.exit_code == 2
+    result = run_command("train", job, "verify.enabled=true", code=2)
     assert "verify: a second run on the same tokens in training mode gives other answers" in result.output
     assert "step 1" not in result.output
 
@@ -394,8 +392,7 @@ def test_a_nan_does_not_pass(job: Path, broken: Callable[[Break], None]) -> None
 def test_nothing_is_trained_when_folding_is_broken(job: Path, broken: Callable[[Break], None], tmp_path: Path) -> None:
     broken(every_token_at_its_flat_position)
     saved = tmp_path / "saved"
-    result = run_command("train", job, "verify.enabled=true", f"checkpoint.save={saved}")
-    assert result.exit_code == 1
+    result = run_command("train", job, "verify.enabled=true", f"checkpoint.save={saved}", code=1)
     assert "TOO LARGE" in result.stdout
     assert "step 1" not in result.stdout
     assert list(saved.iterdir()) == []
@@ -465,8 +462,7 @@ def test_verify_runs_only_on_request_before_the_first_step(
 
 
 def test_the_command_prints_a_table(job: Path) -> None:
-    result = run_command("verify", job)
-    assert result.exit_code == 0
+    result = run_command("verify", job, code=0)
     assert result.stdout.count("  ok\n") == 4
     assert "TOO LARGE" not in result.stdout
 
@@ -492,8 +488,7 @@ def test_json_has_every_field(job: Path, dtype: str) -> None:
 
 def test_json_of_a_failure(job: Path, broken: Callable[[Break], None]) -> None:
     broken(every_token_at_its_flat_position)
-    result = run_command("verify", job, "--json", "batch.global_batch_size=16")
-    assert result.exit_code == 1
+    result = run_command("verify", job, "--json", "batch.global_batch_size=16", code=1)
     report = json.loads(result.stdout)
     assert report["passed"] is False
     assert report["gradient_error"] > report["tolerance"]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -13,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.commands import run_command
+from harness.commands import run_command, run_process
 from harness.train_jobs import train
 
 # The part of the client's interface that is used, with the same names and parameters.
@@ -140,11 +138,8 @@ def test_the_real_client_writes_offline(job: Path, tmp_path: Path) -> None:
     if find_spec("wandb") is None:
         pytest.skip("wandb is not installed")
     words = ["train", str(job), "log.wandb=trees", f"checkpoint.save={tmp_path / 'saved'}", "train_iters=2"]
-    done = subprocess.run(
-        [sys.executable, "-m", "mcore_prefix_tree", *words],
-        env={**os.environ, "WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
+    done = run_process(
+        [sys.executable, "-m", "mcore_prefix_tree", *words], env={"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)}
     )
     assert (done.returncode, done.stderr) == (0, "")
     name = (tmp_path / "saved" / "wandb_run_id").read_text().strip()

@@ -5,26 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from harness.commands import run_command
-from harness.train_jobs import BATCH, train, write_job
-
-QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
-NARROW = (
-    "device=cpu",
-    f"data.path={QUICKSTART.parent / 'data' / 'quickstart_rollouts.jsonl'}",
-    "model.num_layers=1",
-    "model.hidden_size=32",
-    "model.ffn_hidden_size=64",
-    "batch.global_batch_size=4",
-    "checkpoint.save=null",
-    "compare=false",
-    "verify.enabled=false",
-)
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Path:
-    return write_job(tmp_path)  # optimizer.lr_warmup_steps=1
+from harness.train_jobs import BATCH, train
 
 
 def rates_of(job: Path, *overrides: str, resume: bool = False) -> list[float]:
@@ -40,22 +21,16 @@ def test_fraction_of_full_steps_trains_with_the_same_bits(job: Path) -> None:
     assert steps.reports[1].lr == 5e-3
 
 
-def test_a_fraction_may_end_between_two_steps(job: Path) -> None:
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_a_fraction_may_end_between_two_steps(job: Path, steps: int) -> None:
     """As in ``get_optimizer_param_scheduler`` of Megatron-LM, which counts samples and does not round."""
-    linear = ("train_iters=5", "optimizer.lr_decay_style=linear", "optimizer.min_lr=0", "optimizer.lr=1")
+    linear = (f"train_iters={steps}", "optimizer.lr_decay_style=linear", "optimizer.min_lr=0", "optimizer.lr=1")
     rates = rates_of(job, *linear, "optimizer.lr_warmup_fraction=0.3")
-    total, warmup = 5 * BATCH, 0.3 * (5 * BATCH)
-    done = [step * BATCH for step in range(5)]
+    total, warmup = steps * BATCH, 0.3 * (steps * BATCH)
+    done = [step * BATCH for step in range(steps)]
     expected = [at / warmup if at <= warmup else 1 - (at - warmup) / (total - warmup) for at in done]
     assert rates == pytest.approx(expected, rel=1e-12)
-    assert 0 < rates[1] < 1
-
-
-@pytest.mark.parametrize("train_iters", [1, 2, 3])
-def test_the_quickstart_trains_any_number_of_steps(train_iters: int) -> None:
-    result = run_command("train", QUICKSTART, *NARROW, f"train_iters={train_iters}")
-    assert (result.exit_code, result.stderr) == (0, "")
-    assert f"step {train_iters}" in result.stdout
+    assert steps < 5 or 0 < rates[1] < 1
 
 
 def test_a_resumed_warm_up_continues_and_follows_the_recipe(job: Path, tmp_path: Path) -> None:

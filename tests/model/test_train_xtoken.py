@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 from harness.commands import run_command, write_rows
-from harness.in_double import kept_double
 from harness.marks import mostly_in_ci
 from harness.tokenizer_folders import PLAIN, make_folder
 from harness.train_jobs import FLOAT64, train
 from harness.xtoken_recipes import make_student_and_teacher, options, settings
 
-from mcore_prefix_tree.mcore.release import HAS_DEPTHS, NEEDS_DEPTHS
 from mcore_prefix_tree.sample import SampleError
 from mcore_prefix_tree.settings import RecipeError
 
@@ -48,17 +46,6 @@ def test_training_evaluation_and_verification_do_not_see_the_budget(folder, mode
         assert one.carried_bytes > 0
     (report,) = cut.verifications
     assert report.passed, report.checks
-
-
-@pytest.mark.skipif(not HAS_DEPTHS, reason=f"needs {NEEDS_DEPTHS}")
-def test_further_depths_do_not_see_the_budget(folder):
-    given = [*settings(folder), "model.transformer={mtp_num_layers: 2, mtp_loss_scaling_factor: 0.5}", "train_iters=3"]
-    with kept_double():
-        wide, cut = (train(folder / "student.yaml", *given, f"batch.max_tokens={size}") for size in (2000, 8))
-    assert cut.losses == pytest.approx(wide.losses, rel=1e-11)
-    norms = [[step.grad_norm for step in notes.reports] for notes in (cut, wide)]
-    assert norms[0] == pytest.approx(norms[1], rel=1e-11)
-    assert all(step.carried_tokens > 0 for step in cut.reports)
 
 
 def test_hidden_states_are_held_like_keys_and_values(folder):

@@ -17,9 +17,9 @@ from harness.worlds import Layout
 from hf_folders import GEMMA4_31B
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from megatron.core.transformer.enums import AttnBackend
+from packed_calls import packed, spans
 from stand_ins import Finder
 
 from mcore_prefix_tree.attention.api import AUTO
@@ -52,27 +52,6 @@ def local_layers(config: Any, vp_stage: int | None = None) -> Any:
     return cpu_spec(
         get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage), config, vp_stage
     )
-
-
-def packed(rows: list[Any], multiple: int) -> dict[str, Any]:
-    """Rows one after another, in slots of a multiple of tokens."""
-    ids, borders, slots = [], [0], [0]
-    for row in rows:
-        ids += [*row, *[0] * (-len(row) % multiple)]
-        borders.append(borders[-1] + len(row))
-        slots.append(len(ids))
-    cu, cu_padded = (torch.tensor(one, dtype=torch.int32) for one in (borders, slots))
-    longest = max(map(len, rows))
-    params = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=cu,
-        cu_seqlens_kv=cu,
-        cu_seqlens_q_padded=cu_padded,
-        cu_seqlens_kv_padded=cu_padded,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
-    return {"input_ids": torch.tensor([ids]), "position_ids": None, "attention_mask": None, "packed_seq_params": params}
 
 
 def model_of(folder: str, layout: Any, **inside: Any) -> Any:
@@ -129,10 +108,9 @@ def run(
         ids = torch.tensor([[*row, *[0] * (-len(row) % multiple)]])
         positions = torch.arange(ids.shape[1]).unsqueeze(0)
         alone.append(stock(input_ids=ids, position_ids=positions, attention_mask=None)[0, : len(row)])
-    call = packed(rows, multiple)
+    call = packed(rows, multiple=multiple)
     output = folds(**call)[0]
-    starts = call["packed_seq_params"].cu_seqlens_q_padded.tolist()
-    together = [output[start : start + len(row)] for start, row in zip(starts, rows, strict=False)]
+    together = [output[span] for span in spans(call)]
     for answers in (alone, together):
         sum(answer.square().sum() for answer in answers).backward()
     gradients = dict(folds.named_parameters())
@@ -174,7 +152,7 @@ def refused(folder: str, rows: list[Any], kind: str) -> list[str]:
     for mode in (True, False):
         model.train(mode)
         try:
-            model(**packed(rows, 1))
+            model(**packed(rows))
         except NotImplementedError as error:
             said.append(str(error))
     return said
@@ -216,7 +194,7 @@ def compare_by_token(rows: list[Any]) -> float:
     spec = local_spec(config)
     spec.submodules.self_attention.module = OLMoESelfAttention
     model = fold_inside(build(config, spec), check_first=True)
-    model(**packed(rows, 1)).sum().backward()
+    model(**packed(rows)).sum().backward()
     return float(model.folding.last.fold_ratio)
 
 
@@ -247,7 +225,7 @@ def logged(rows: list[Any]) -> dict[str, float]:
     chunks = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True)
     manager = CallbackManager()
     manager.add(LogFolding())
-    call, losses = packed(rows, 1), {"lm loss": torch.tensor(2.0)}
+    call, losses = packed(rows), {"lm loss": torch.tensor(2.0)}
     chunks[0](**call)
     manager.fire("on_train_step_start", CallbackContext(state=None, model=chunks))
     chunks[0](**call).sum().backward()

@@ -14,11 +14,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from bridge_models import auto_bridge, packed
+from bridge_models import auto_bridge
 from harness.folded_jobs import stock_spec
 from harness.in_double import kept_double
 from harness.worlds import Layout
 from megatron.core import parallel_state
+from packed_calls import packed
 
 from mcore_prefix_tree.mcore import RoutedPackedSeqParams, fold_inside
 
@@ -174,7 +175,7 @@ def call_of(rows: Sequence[Sequence[Any]], multiple: int, *, by_rows: bool = Fal
     """A call with packed rows, or with padded ones that the model packs; and the weights of its tokens' losses."""
     ids = [tokens_of(row) for row in rows]
     size = max(map(len, ids)) + -max(map(len, ids)) % multiple
-    call = packed([[*row, *[0] * (size - len(row))] for row in ids] if by_rows else ids, multiple)
+    call = packed([[*row, *[0] * (size - len(row))] for row in ids] if by_rows else ids, multiple=multiple, fill=0)
     if by_rows:
         call["input_ids"] = call["input_ids"].view(len(ids), size)
     slots = call["packed_seq_params"].cu_seqlens_q_padded.diff().tolist()

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.commands import run_process
 
 if importlib.util.find_spec("megatron.bridge") is None:  # importing it needs a stand-in
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
@@ -141,10 +141,7 @@ def with_engine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Results by family."""
     output = tmp_path_factory.mktemp("families") / "families.json"
     script = [sys.executable, str(ROOT / "benchmarks" / "families.py"), "--layers", "transformer_engine"]
-    done = subprocess.run(
-        [*script, "--no-layouts", "--output", str(output)], capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr
+    run_process([*script, "--no-layouts", "--output", str(output)], timeout=600, code=0)
     return {one["family"]: one for one in json.loads(output.read_text())["results"]}
 
 
@@ -192,8 +189,7 @@ def test_flops_of_a_folder_count_its_indexers(tmp_path: Path) -> None:
 def test_the_table_is_measured_by_a_script(tmp_path: Path) -> None:
     output = tmp_path / "families.json"
     chosen = ("--layers", "local", "--family", "Qwen3-MoE", "--no-layouts")
-    done = run_ranks(1, "--output", output, *chosen, program=(str(ROOT / "benchmarks" / "families.py"),))
-    assert done.code == 0, done.err[-3000:]
+    run_ranks(1, "--output", output, *chosen, program=(str(ROOT / "benchmarks" / "families.py"),), code=0)
     (result,) = json.loads(output.read_text())["results"]
     assert result["family"] == "Qwen3-MoE"
     check({name: result[name] for name in ("logprob", "gradient", "worst_gradient")})

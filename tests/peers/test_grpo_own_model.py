@@ -39,8 +39,7 @@ def test_commands_of_the_page_raise_the_reward(tmp_path: Path, monkeypatch: pyte
     ran = [words for words in commands_of(PAGE) if "tiny" in " ".join(words)]
     for program, *words in ran:
         target = (words.pop(0),) if program == "python" else PROGRAM
-        done = run_ranks(1, *words, program=target)
-        assert done.code == 0, done.err
+        run_ranks(1, *words, program=target, code=0)
     assert [words[1] for words in ran if words[0] != "python"] == ["verify", "score", "train"]
     before, after = (rewards_in(tmp_path / name) for name in ("rollouts.jsonl", "after.jsonl"))
     assert len(before) == len(after) == 256

@@ -49,11 +49,9 @@ def test_classifier_in_and_out(layout: tuple[str, ...], tmp_path: Path) -> None:
         ("train", recipe, *options, f"checkpoint.export_hf={exported}"),
     ):
         if layout:
-            ranks = run_ranks(2, *arguments)
-            assert ranks.code == 0, ranks.err
+            run_ranks(2, *arguments, code=0)
         else:
-            done = run_command(*arguments)
-            assert done.exit_code == 0, done.output
+            run_command(*arguments, code=0)
     assert worst_reward(scores, model) <= 1e-5
     assert_same_folder(exported, source)
 
@@ -64,8 +62,7 @@ def test_language_model_becomes_a_classifier(family: str, tmp_path: Path) -> Non
     recipe, source, exported = write_reward_job(tmp_path), tmp_path / "source", tmp_path / "exported"
     saved_model(family, source, {}, max_shard_size="100KB")
     saved = f"checkpoint.save={tmp_path / 'run'}"
-    trained = run_command("train", recipe, "--hf", source, saved, f"checkpoint.export_hf={exported}")
-    assert trained.exit_code == 0, trained.output
+    trained = run_command("train", recipe, "--hf", source, saved, f"checkpoint.export_hf={exported}", code=0)
     assert "with a new scalar head" in trained.output
     kind = "LlamaForSequenceClassification" if family == "Llama 3" else "Qwen3ForSequenceClassification"
     config = transformers.AutoConfig.from_pretrained(exported)
@@ -76,8 +73,7 @@ def test_language_model_becomes_a_classifier(family: str, tmp_path: Path) -> Non
     assert index["weight_map"].keys() == weights_in(exported).keys()
     for options in (["--hf", str(source), saved], ["--hf", str(exported)]):
         scores = tmp_path / f"{len(options)}.jsonl"
-        scored = run_command("score", recipe, *options, "--output", scores)
-        assert scored.exit_code == 0, scored.output
+        run_command("score", recipe, *options, "--output", scores, code=0)
         assert worst_reward(scores, model) <= 1e-5
 
 
@@ -103,14 +99,12 @@ def test_classifiers_have_the_names_of_transformers(kind: str) -> None:
 def test_classifiers_that_do_not_fit(objective: str, labels: int, says: str, tmp_path: Path) -> None:
     recipe = write_reward_job(tmp_path)
     saved_classifier(tmp_path / "source", labels)
-    refused = run_command("verify", recipe, "--hf", tmp_path / "source", f"objective.name={objective}")
-    assert refused.exit_code == 2, refused.output
+    refused = run_command("verify", recipe, "--hf", tmp_path / "source", f"objective.name={objective}", code=2)
     assert says in " ".join(refused.output.split())
 
 
 def test_language_model_has_no_reward_to_score_with(tmp_path: Path) -> None:
     recipe = write_reward_job(tmp_path)
     saved_model("Llama 3", tmp_path / "source", {})
-    refused = run_command("score", recipe, "--hf", tmp_path / "source", "--output", tmp_path / "scores.jsonl")
-    assert refused.exit_code == 2, refused.output
+    refused = run_command("score", recipe, "--hf", tmp_path / "source", "--output", tmp_path / "scores.jsonl", code=2)
     assert "has no scalar head to score with; set checkpoint.save" in " ".join(refused.output.split())

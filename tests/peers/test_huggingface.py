@@ -57,10 +57,8 @@ def test_transformers_reads_trained_weights(tmp_path: Path) -> None:
     for iterations in (1, 2):
         options = (saved, f"train_iters={iterations}", "optimizer.lr_decay_style=constant")
         exported = tmp_path / f"after {iterations}"
-        done = run_command("train", recipe, "--hf", source, "--resume", *options, f"checkpoint.export_hf={exported}")
-        assert done.exit_code == 0, done.output
-    again = run_command("export", recipe, tmp_path / "again", "--hf", source, saved)
-    assert again.exit_code == 0, again.output
+        run_command("train", recipe, "--hf", source, "--resume", *options, f"checkpoint.export_hf={exported}", code=0)
+    run_command("export", recipe, tmp_path / "again", "--hf", source, saved, code=0)
     assert_same_folder(tmp_path / "again", exported)
     assert not list(exported.glob("*.h5"))
     losses = []
@@ -69,8 +67,7 @@ def test_transformers_reads_trained_weights(tmp_path: Path) -> None:
         with torch.no_grad():
             losses.append(float(sum(nll(model, row).sum() for row in rows())))
     assert losses[0] > losses[1] > losses[2]
-    refused = run_command("export", recipe, exported, "--hf", source, saved)
-    assert refused.exit_code == 2
+    refused = run_command("export", recipe, exported, "--hf", source, saved, code=2)
     assert "exists already" in refused.output
     run_command("score", recipe, "--hf", source, saved, "--output", tmp_path / "scores.jsonl")
     assert worst_score(tmp_path / "scores.jsonl", model) <= 1e-5
@@ -87,8 +84,9 @@ def test_failed_export_leaves_nothing(error: Exception, tmp_path: Path, monkeypa
 
     monkeypatch.setattr("safetensors.torch.save_file", fail)
     target = tmp_path / "exported"
-    done = run_command("train", recipe, "--hf", source, f"checkpoint.export_hf={target}", "verify.enabled=false")
-    assert done.exit_code == 2, done.output
+    done = run_command(
+        "train", recipe, "--hf", source, f"checkpoint.export_hf={target}", "verify.enabled=false", code=2
+    )
     assert "No space left on device" in done.output
     assert not list(tmp_path.glob("exported*"))
 
@@ -106,8 +104,9 @@ def test_signal_during_the_export_does_not_stop_it(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr("safetensors.torch.save_file", interrupted)
     target = tmp_path / "exported"
-    done = run_command("train", recipe, "--hf", source, STILL, f"checkpoint.export_hf={target}", "verify.enabled=false")
-    assert done.exit_code == 0, done.output
+    run_command(
+        "train", recipe, "--hf", source, STILL, f"checkpoint.export_hf={target}", "verify.enabled=false", code=0
+    )
     assert_same_folder(target, source)
 
 
@@ -116,8 +115,7 @@ def test_weights_beyond_the_type_of_the_source(tmp_path: Path) -> None:
     model.half().save_pretrained(source)
     exported = tmp_path / "exported"
     options = ("optimizer.lr=1e6", "optimizer.lr_decay_style=constant", "verify.enabled=false")
-    refused = run_command("train", recipe, "--hf", source, f"checkpoint.export_hf={exported}", *options)
-    assert refused.exit_code == 2, refused.output
+    refused = run_command("train", recipe, "--hf", source, f"checkpoint.export_hf={exported}", *options, code=2)
     assert "has values beyond that type's largest" in " ".join(refused.output.split())
     assert not list(tmp_path.glob("exported*"))
 
@@ -132,11 +130,9 @@ def test_layers_of_multi_token_prediction_are_exported_unchanged(tmp_path: Path,
     safetensors.torch.save_file(weights, file, {"format": "pt"})
     exported = tmp_path / "exported"
     job = ("train", recipe, "--hf", source, STILL, "verify.enabled=false")
-    done = run_command(*job, f"checkpoint.export_hf={exported}")
-    assert done.exit_code == 0, done.output
+    run_command(*job, f"checkpoint.export_hf={exported}", code=0)
     assert_same_folder(exported, source)
-    refused = run_command(*job, "model.transformer.mtp_num_layers=1")
-    assert refused.exit_code == 2
+    refused = run_command(*job, "model.transformer.mtp_num_layers=1", code=2)
     assert "mtp_num_layers=1: depths in folders of llama are not trained" in " ".join(refused.output.split())
 
 
@@ -144,8 +140,7 @@ def test_layers_of_multi_token_prediction_are_exported_unchanged(tmp_path: Path,
 def test_complete_depth_is_exported_unchanged(tmp_path: Path) -> None:
     recipe, source = write_depth_job(tmp_path, embed_tokens=torch.rand(128, 64))
     exported = tmp_path / "exported"
-    done = run_command("train", recipe, "--hf", source, STILL, f"checkpoint.export_hf={exported}")
-    assert done.exit_code == 0, done.output
+    run_command("train", recipe, "--hf", source, STILL, f"checkpoint.export_hf={exported}", code=0)
     assert_same_folder(exported, source)
 
 
@@ -185,8 +180,7 @@ def test_depth_of_a_folder_in_two_stages(tmp_path: Path) -> None:
     recipe, source = write_depth_job(tmp_path)
     exported, log = tmp_path / "exported", tmp_path / "log.jsonl"
     options = (DEPTH, STILL, *PP2, "batch.max_tokens=200", f"log.metrics={log}", f"checkpoint.export_hf={exported}")
-    done = run_ranks(2, "train", recipe, "--hf", source, *options)
-    assert done.code == 0, done.err
+    run_ranks(2, "train", recipe, "--hf", source, *options, code=0)
     assert json.loads(log.read_text())["metrics"]["mtp_1 loss"] == pytest.approx(loss_of_depth(source), rel=1e-5)
     assert_same_folder(exported, source)
 
@@ -197,8 +191,7 @@ def test_depths_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
         (DEPTH, "'model.layers.4.embed_tokens.weight' differs from 'model.embed_tokens.weight'"),
         ("model.transformer.mtp_num_layers=2", "has 1 (num_nextn_predict_layers or mtp_num_hidden_layers)"),
     ):
-        refused = run_command("train", recipe, "--hf", source, asked, "verify.enabled=false")
-        assert refused.exit_code == 2, refused.output
+        refused = run_command("train", recipe, "--hf", source, asked, "verify.enabled=false", code=2)
         assert says in " ".join(refused.output.split())
 
 
@@ -214,15 +207,13 @@ def test_reference_is_a_folder(tmp_path: Path) -> None:
     reference = other_folder(tmp_path / "reference")
     scores = tmp_path / "scores.jsonl"
     options = ("--hf", str(source), "--output", str(scores), "--reference")
-    scored = run_command("score", recipe, *options, tmp_path / "reference")
-    assert scored.exit_code == 0, scored.output
+    run_command("score", recipe, *options, tmp_path / "reference", code=0)
     assert worst_score(scores, model) <= 1e-5
     assert worst_score(scores, reference, column="ref_logprobs") <= 1e-5
     assert worst_score(scores, reference) > 1e-3
     other_folder(tmp_path / "qwen", "Qwen3")
     scores.unlink()
-    refused = run_command("score", recipe, *options, tmp_path / "qwen")
-    assert refused.exit_code == 2, refused.output
+    refused = run_command("score", recipe, *options, tmp_path / "qwen", code=2)
     assert "is another model than model.hf=" in " ".join(refused.output.split())
 
 
@@ -232,8 +223,7 @@ def test_teacher_is_a_folder(tmp_path: Path) -> None:
     distill = ("objective.name=distill", "objective.options.teacher=full", STILL, "verify.enabled=false")
     losses = []
     for teacher in (source, tmp_path / "teacher"):
-        trained = run_command("train", recipe, "--hf", source, *distill, f"objective.teacher_recipe={teacher}")
-        assert trained.exit_code == 0, trained.output
+        trained = run_command("train", recipe, "--hf", source, *distill, f"objective.teacher_recipe={teacher}", code=0)
         assert f"the teacher's weights are {teacher}" in trained.output
         losses += [abs(float(loss)) for loss in re.findall(r"^step 1 \| loss (\S+) ", trained.output, re.MULTILINE)]
     assert losses[0] < 1e-6
@@ -248,11 +238,9 @@ def test_code_of_a_folder_is_ignored(tmp_path: Path) -> None:
     config = json.loads((source / "config.json").read_text()) | {"auto_map": kinds}
     (source / "config.json").write_text(json.dumps(config))
     exported, scores = tmp_path / "exported", tmp_path / "scores.jsonl"
-    done = run_command("train", recipe, "--hf", str(source), STILL, f"checkpoint.export_hf={exported}")
-    assert done.exit_code == 0, done.output
+    run_command("train", recipe, "--hf", str(source), STILL, f"checkpoint.export_hf={exported}", code=0)
     assert_same_folder(exported, source)
-    scored = run_command("score", recipe, "--hf", str(exported), "--output", str(scores))
-    assert scored.exit_code == 0, scored.output
+    run_command("score", recipe, "--hf", str(exported), "--output", str(scores), code=0)
     assert worst_score(scores, model) <= 1e-5
     assert not (tmp_path / "ran").exists()
 
@@ -285,8 +273,7 @@ def test_weights_that_one_rank_cannot_load(how: str, layout: tuple[str, ...], tm
         config = json.loads((source / "config.json").read_text()) | {"intermediate_size": 80}
         (source / "config.json").write_text(json.dumps(config))
         says = "its weights do not fit its config.json: 'model.layers."
-    done = run_ranks(2, "verify", recipe, "--hf", source, *layout, timeout_s=60)
-    assert done.code == 2, done.err
+    done = run_ranks(2, "verify", recipe, "--hf", source, *layout, timeout_s=60, code=2)
     assert len(done.errors) == 1, done.err
     assert says in done.errors[0]
 
@@ -310,12 +297,10 @@ def test_tied_folder_with_a_head_of_equal_bits(family: str, tmp_path: Path) -> N
     tied = weights_in(source)[EMBEDDINGS].clone()
     change_folder(source, {"tie_word_embeddings": True}, {HEAD: tied, **IGNORED})
     exported = tmp_path / "exported"
-    trained = run_command("train", recipe, "--hf", source, REFERENCE, f"checkpoint.export_hf={exported}")
-    assert trained.exit_code == 0, trained.output
+    run_command("train", recipe, "--hf", source, REFERENCE, f"checkpoint.export_hf={exported}", code=0)
     for folder in (source, exported):
         scores, model = tmp_path / f"{folder.name}.jsonl", read_model(folder)
-        scored = run_command("score", recipe, "--hf", folder, REFERENCE, "--output", scores)
-        assert scored.exit_code == 0, scored.output
+        run_command("score", recipe, "--hf", folder, REFERENCE, "--output", scores, code=0)
         assert worst_score(scores, model) <= 1e-5
         assert model.lm_head.weight is model.get_input_embeddings().weight
     assert not torch.equal(weights_in(exported)[HEAD], tied)
@@ -325,8 +310,7 @@ def refused(folder: Path, family: str, config: Any, weights: Any, *options: str)
     """The sentence of ``verify`` about a changed folder."""
     recipe, source, _ = write_job(folder, family)
     change_folder(source, config, weights)
-    done = run_command("verify", recipe, "--hf", source, *options)
-    assert done.exit_code == 2, done.output
+    done = run_command("verify", recipe, "--hf", source, *options, code=2)
     return " ".join(done.output.split())
 
 
@@ -407,8 +391,7 @@ def test_options_that_a_folder_does_not_fit(option: str, says: str, tmp_path: Pa
 def test_positions_and_windows(family: str, change: dict[str, Any], tmp_path: Path) -> None:
     recipe, source, _ = write_job(tmp_path, family)
     change_folder(source, change, {})
-    done = run_command("verify", recipe, "--hf", source)
-    assert done.exit_code == 0, done.output
+    run_command("verify", recipe, "--hf", source, code=0)
 
 
 YARN = {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
@@ -449,18 +432,15 @@ def test_settings_that_layers_pass_over(family: str, change: dict[str, Any], tmp
 def test_yarn_has_the_defaults_of_transformers(truncate: bool | None, tmp_path: Path) -> None:
     rope = YARN if truncate is None else YARN | {"truncate": truncate}
     recipe, source, model = write_job(tmp_path, "Qwen3", {"rope_parameters": rope})
-    scored = run_command("score", recipe, "--hf", source, "--output", tmp_path / "scores.jsonl")
-    assert scored.exit_code == 0, scored.output
+    run_command("score", recipe, "--hf", source, "--output", tmp_path / "scores.jsonl", code=0)
     assert worst_score(tmp_path / "scores.jsonl", model) <= 1e-5
 
 
 def test_recipe_in_a_checkpoint_exports(tmp_path: Path) -> None:
     recipe, source, _ = write_job(tmp_path, "Llama 3")
     saved = tmp_path / "run"
-    trained = run_command("train", recipe, "--hf", source, f"checkpoint.save={saved}", "verify.enabled=false")
-    assert trained.exit_code == 0, trained.output
-    again = run_command("export", next(saved.glob("*/recipe.yaml")), tmp_path / "exported")
-    assert again.exit_code == 0, again.output
+    run_command("train", recipe, "--hf", source, f"checkpoint.save={saved}", "verify.enabled=false", code=0)
+    run_command("export", next(saved.glob("*/recipe.yaml")), tmp_path / "exported", code=0)
     assert (tmp_path / "exported" / "config.json").is_file()
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from harness.commands import run_process
 
 hybrid_block = pytest.importorskip("megatron.core.models.hybrid.hybrid_block", reason="HybridModel came with 0.18")
 if "mla_layer" not in hybrid_block.HybridStackSubmodules.__dataclass_fields__:
@@ -17,13 +16,11 @@ if "mla_layer" not in hybrid_block.HybridStackSubmodules.__dataclass_fields__:
 
 @pytest.mark.ci
 def test_stacks_of_local_and_of_transformer_engines_layers_save_the_same() -> None:
-    done = subprocess.run(
+    done = run_process(
         [sys.executable, str(Path(__file__).with_name("hybrid_keys.py"))],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        env={"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        code=0,
     )
-    assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert sorted(found) == ["dense", "experts", "latent"]
     for name, (upstreams, tree, local) in found.items():

@@ -84,12 +84,10 @@ def test_adapter_scores_equal_pefts(
 ) -> None:
     recipe, source, adapter, model = write_adapter(tmp_path, family, targets)
     options = ("--hf", str(source), f"model.adapter={adapter}", *overrides)
-    scored = run_command("score", recipe, *options, "--output", tmp_path / "scores.jsonl")
-    assert scored.exit_code == 0, scored.output
+    run_command("score", recipe, *options, "--output", tmp_path / "scores.jsonl", code=0)
     assert worst_score(tmp_path / "scores.jsonl", model) <= 1e-5
     found, _ = run_once(load_recipe(recipe, [f"model.hf={source}", f"model.adapter={adapter}", *overrides]), gradients)
-    verified = run_command("verify", recipe, *options, "model.dtype=float64")
-    assert verified.exit_code == 0, verified.output
+    run_command("verify", recipe, *options, "model.dtype=float64", code=0)
     sum(nll(model, row).sum() for row in rows()).backward()
     expected = {
         name.removeprefix("base_model.model.").replace(".default", ""): weight.grad.detach()
@@ -109,8 +107,7 @@ def test_adapter_is_exported_unchanged(layout: tuple[str, ...], tmp_path: Path) 
     recipe, source, adapter, _ = write_adapter(tmp_path, "Llama 3", ALL)
     exported = tmp_path / "exported"
     options = ("--hf", source, f"model.adapter={adapter}", STILL, f"checkpoint.export_hf={exported}", *layout)
-    trained = run_ranks(2 if layout else 1, "train", recipe, *options)
-    assert trained.code == 0, trained.err
+    run_ranks(2 if layout else 1, "train", recipe, *options, code=0)
     expected, found = weights_in(adapter), weights_in(exported)
     assert found.keys() == expected.keys()
     assert not [name for name, weight in expected.items() if not torch.equal(weight, found[name])]
@@ -130,8 +127,7 @@ def test_layouts_train_as_one_process_does(family: str, layout: tuple[str, ...],
     for ranks, further in ((1, ("verify.enabled=false",)), (2, layout)):
         log, exported = tmp_path / f"{ranks}.jsonl", tmp_path / f"exported {ranks}"
         outputs = (f"log.metrics={log}", f"checkpoint.export_hf={exported}")
-        done = run_ranks(ranks, "train", recipe, *options, *further, *outputs)
-        assert done.code == 0, done.err
+        run_ranks(ranks, "train", recipe, *options, *further, *outputs, code=0)
         logs.append([json.loads(line) for line in log.read_text().splitlines()])
         trained.append(weights_in(exported))
     for one, other in zip(*logs, strict=True):
@@ -141,8 +137,7 @@ def test_layouts_train_as_one_process_does(family: str, layout: tuple[str, ...],
         moved = trained[0][name] - start
         assert float((trained[1][name] - trained[0][name]).norm()) <= 1e-2 * float(moved.norm()), name
     scores = tmp_path / "scores.jsonl"
-    scored = run_ranks(2, "score", recipe, *options, *layout, "--output", scores)
-    assert scored.code == 0, scored.err
+    run_ranks(2, "score", recipe, *options, *layout, "--output", scores, code=0)
     assert worst_score(scores, model) <= 1e-5
 
 
@@ -155,16 +150,15 @@ def test_peft_reads_trained_adapters(tmp_path: Path) -> None:
     for iterations in (1, 2):
         options = (saved, *lora, f"train_iters={iterations}", "optimizer.lr_decay_style=constant")
         exported = tmp_path / f"after {iterations}"
-        done = run_command("train", recipe, "--hf", source, "--resume", *options, f"checkpoint.export_hf={exported}")
-        assert done.exit_code == 0, done.output
+        done = run_command(
+            "train", recipe, "--hf", source, "--resume", *options, f"checkpoint.export_hf={exported}", code=0
+        )
     assert "resumed from" in done.output
     at_once = tmp_path / "at once"
     options = (*lora, "train_iters=2", "optimizer.lr_decay_style=constant", f"checkpoint.export_hf={at_once}")
-    done = run_command("train", recipe, "--hf", source, *options)
-    assert done.exit_code == 0, done.output
+    done = run_command("train", recipe, "--hf", source, *options, code=0)
     assert "with a new adapter" in done.output
-    again = run_command("export", recipe, tmp_path / "again", "--hf", source, saved, *lora)
-    assert again.exit_code == 0, again.output
+    run_command("export", recipe, tmp_path / "again", "--hf", source, saved, *lora, code=0)
     files = [folder / "adapter_model.safetensors" for folder in (tmp_path / "again", exported, at_once)]
     states = [load_file(file) for file in files]
     assert len(states[0]) == 2 * 2 * 3
@@ -181,7 +175,6 @@ def test_peft_reads_trained_adapters(tmp_path: Path) -> None:
             losses.append(float(sum(nll(model, row).sum() for row in rows())))
     assert losses[0] > losses[1] > losses[2]
     scores = tmp_path / "scores.jsonl"
-    scored = run_command("score", recipe, "--hf", source, saved, *lora, "--output", scores, "--reference", source)
-    assert scored.exit_code == 0, scored.output
+    run_command("score", recipe, "--hf", source, saved, *lora, "--output", scores, "--reference", source, code=0)
     assert worst_score(scores, model) <= 1e-5
     assert worst_score(scores, read_model(source), column="ref_logprobs") <= 1e-5

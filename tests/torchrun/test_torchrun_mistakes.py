@@ -15,8 +15,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_bad_standard_input_is_reported_once(job: Path) -> None:
-    done = run(2, "train", job, "data.path=-", stdin='{"tokens": [1, 2]}\n{"tokens": [1, 99]}\n')
-    assert done.code == 2
+    done = run(2, "train", job, "data.path=-", stdin='{"tokens": [1, 2]}\n{"tokens": [1, 99]}\n', code=2)
     assert done.errors == [
         "error: <stdin>:2: field 'tokens' has 99 at index 1, outside the model's vocabulary of 64; use the model's "
         "tokenizer or a larger vocabulary"
@@ -46,8 +45,7 @@ def test_under_torchrun_a_mistake_is_reported_once(job: Path) -> None:
     ],
 )
 def test_a_mistake_is_reported_once(job: Path, override: str, says: str) -> None:
-    done = run(2, "train", job, override)
-    assert done.code == 2
+    done = run(2, "train", job, override, code=2)
     assert len(done.errors) == 1
     assert says in done.errors[0]
     assert "mcore_prefix_tree/" not in done.err, "no traceback of ours"
@@ -55,8 +53,7 @@ def test_a_mistake_is_reported_once(job: Path, override: str, says: str) -> None
 
 
 def test_verify_on_two_ranks(job: Path) -> None:
-    passed = run(2, "verify", job, TP2, "model.dtype=float64", "--json")
-    assert passed.code == 0, passed.err
+    passed = run(2, "verify", job, TP2, "model.dtype=float64", "--json", code=0)
     report = json.loads(passed.out)
     assert report["passed"] is True
     assert report["gradient_error"] <= report["tolerance"] == 1e-12
@@ -64,8 +61,7 @@ def test_verify_on_two_ranks(job: Path) -> None:
 
 
 def test_failed_verification_is_reported_once(job: Path) -> None:
-    failed = run(2, "train", job, TP2, "verify.enabled=true", "verify.tolerance=1e-30")
-    assert failed.code == 1
+    failed = run(2, "train", job, TP2, "verify.enabled=true", "verify.tolerance=1e-30", code=1)
     assert failed.out.count("verify: folded against unfolded") == 1
     assert "TOO LARGE" in failed.out
     assert failed.losses == {}

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from harness.commands import run_process
 from harness.hf_sources import CONFIG, write_tensors
 
 from mcore_prefix_tree.arguments import refusals
@@ -281,15 +281,9 @@ def checkout(tmp_path: Path) -> Path:
 
 def ended(root: Path, cases: list[tuple[str, list[str]]]) -> list[dict[str, object]]:
     """Return the exit of each command line, and the modules imported by then."""
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        input=json.dumps(cases),
-        capture_output=True,
-        text=True,
-        cwd=root,
-        env=os.environ | {"MEGATRON_LM_PATH": str(root)},
+    result = run_process(
+        [sys.executable, "-c", PROGRAM], env={"MEGATRON_LM_PATH": str(root)}, input=json.dumps(cases), cwd=root, code=0
     )
-    assert result.returncode == 0, result.stderr
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +12,7 @@ import pytest
 import torch
 from attention_cases import case_of
 from fake_flash_attention import install
+from harness.commands import run_process
 from harness.oracles import metadata_of, random_forest
 
 from mcore_prefix_tree.attention import fa4, triton_tree
@@ -116,9 +115,7 @@ ON_BLACKWELL = {"FLASH_ATTENTION_ARCH": "sm_100", "CUTE_DSL_ARCH": "sm_100a", "F
 def compiles(*arguments, target=ON_HOPPER):
     """Run the gate in a separate process: the package reads its target from the environment, once."""
     gate = Path(__file__).with_name("fa4_compile_gate.py")
-    return subprocess.run(
-        [sys.executable, str(gate), *arguments], env=os.environ | target, capture_output=True, text=True, check=False
-    )
+    return run_process([sys.executable, str(gate), *arguments], env=target)
 
 
 needs_package = pytest.mark.skipif(not fa4._is_installed(), reason="flash-attn-4 is not installed")

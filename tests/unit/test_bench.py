@@ -472,8 +472,7 @@ def test_the_step_command_writes_a_well_formed_file(tmp_path, monkeypatch):
     small = ["model.num_layers=1", "model.hidden_size=16", "model.num_attention_heads=2", "model.ffn_hidden_size=16"]
     small += ["model.kv_channels=8", "model.num_query_groups=1", "batch.global_batch_size=4", "device=cpu"]
     monkeypatch.chdir(ROOT)
-    done = run(1, "bench", "step", "recipes/quickstart.yaml", *small, "--repeats", 2, "--output", output)
-    assert done.code == 0, done.err
+    done = run(1, "bench", "step", "recipes/quickstart.yaml", *small, "--repeats", 2, "--output", output, code=0)
     result = json.loads(output.read_text())
     assert result["kind"] == "step"
     assert result["machine"]["torch"] == version("torch")

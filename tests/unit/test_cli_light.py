@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from harness.commands import SLOW_PACKAGES, run_command, write_rows
+from harness.commands import SLOW_PACKAGES, run_command, run_process, write_rows
 
 from mcore_prefix_tree.cli.main import app
 
@@ -42,9 +42,7 @@ def recipe(tmp_path: Path) -> Path:
 
 def ended(*commands: list[str]) -> list[dict[str, object]]:
     """Exit of each command, and the modules loaded by then."""
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM], input=json.dumps(commands), capture_output=True, text=True, check=True
-    )
+    result = run_process([sys.executable, "-c", PROGRAM], input=json.dumps(commands), code=0)
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
@@ -117,8 +115,7 @@ COMMANDS = all_commands(typer.main.get_command(app))
 def test_every_command_has_a_short_option_for_help() -> None:
     assert {(), ("train",), ("bench", "step"), ("xtoken", "trim")} <= set(COMMANDS)
     for command in COMMANDS:
-        result = run_command(*command, "-h")
-        assert result.exit_code == 0
+        result = run_command(*command, "-h", code=0)
         assert result.stdout == run_command(*command, "--help").stdout
         assert " ".join(("Usage: root", *command)) in " ".join(result.stdout.split())
 

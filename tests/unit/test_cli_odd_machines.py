@@ -47,8 +47,7 @@ def test_a_tokenizer_folder_that_is_not_utf8_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["data.path", "checkpoint.save", "model.hf", "data.tokenizer", "log.metrics"])
 def test_an_override_that_is_not_utf8_is_named(tmp_path: Path, key: str) -> None:
     (tmp_path / "recipe.yaml").write_text("data:\n  path: data.jsonl\n")
-    result = run_command("train", tmp_path / "recipe.yaml", f"{key}={NAME}")
-    assert result.exit_code == 2
+    result = run_command("train", tmp_path / "recipe.yaml", f"{key}={NAME}", code=2)
     assert result.stderr.startswith(
         f"error: override {f'{key}={NAME}'!r} is not UTF-8; rename the file that it names; "
     )
@@ -57,8 +56,7 @@ def test_an_override_that_is_not_utf8_is_named(tmp_path: Path, key: str) -> None
 @pytest.mark.parametrize("option", ["--fields", "--chat-template-kwargs"])
 def test_an_option_with_a_key_twice_is_refused(tmp_path: Path, option: str) -> None:
     (data := tmp_path / "data.jsonl").write_text(ROW)
-    result = run_command("inspect", data, option, '{"reward": "a", "reward": "b"}')
-    assert result.exit_code == 2
+    result = run_command("inspect", data, option, '{"reward": "a", "reward": "b"}', code=2)
     assert result.stderr == f"error: {option}: the key 'reward' is there twice; remove one\n"
 
 

@@ -342,8 +342,7 @@ def waits(monkeypatch):
 
 
 def said(recipe):
-    result = run_command("train", recipe)
-    assert result.exit_code == 2
+    result = run_command("train", recipe, code=2)
     return result.stderr
 
 
@@ -407,7 +406,6 @@ def test_progress_without_a_terminal_is_printed_in_lines(tell, line, monkeypatch
 def test_piped_lines_have_no_spaces_at_their_ends(tmp_path: Path, command: tuple[str, ...]) -> None:
     rows = [{"tokens": [1, 2, *range(3, 5 + number)], "loss_mask": [0] * 2 + [1] * (2 + number)} for number in range(4)]
     name, *options = command
-    done = run_command(name, write_rows(tmp_path / "data.jsonl", rows), *options)
-    assert done.exit_code == 0
+    done = run_command(name, write_rows(tmp_path / "data.jsonl", rows), *options, code=0)
     assert done.stdout.count("\n") > 5
     assert [line for line in done.stdout.splitlines() if line != line.rstrip()] == []

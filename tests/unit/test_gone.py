@@ -28,8 +28,7 @@ LINES = {
 
 @pytest.mark.parametrize("name", GONE)
 def test_the_way_out_is_told(name: str) -> None:
-    done = run_command(*LINES[name])
-    assert done.exit_code == 2
+    done = run_command(*LINES[name], code=2)
     assert f"{name} is gone: {GONE[name]}" in " ".join(done.stderr.split())
     assert done.stderr.count("\n") == 1
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ast
-import subprocess
 import sys
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-from harness.commands import SLOW_PACKAGES
+from harness.commands import SLOW_PACKAGES, run_process
 
 import mcore_prefix_tree
 
@@ -193,7 +192,7 @@ def test_attention_back_ends_do_not_import_each_other():
 def loaded_by(statement: str) -> set[str]:
     """Top-level packages that are loaded in a fresh interpreter after a statement."""
     script = f"{statement}\nimport sys\nprint(*sorted({{name.split('.')[0] for name in sys.modules}}))"
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT.parent)
+    result = run_process([sys.executable, "-c", script], cwd=ROOT.parent, code=0)
     return set(result.stdout.split())
 
 
@@ -209,8 +208,7 @@ def test_nothing_left_of_the_seam_loads_megatron():
         f"    importlib.import_module('{PACKAGE}.' + room)\n"
         "    assert not {'megatron', 'transformer_engine'} & sys.modules.keys(), room\n"
     )
-    result = subprocess.run([sys.executable, "-c", script, *rooms], capture_output=True, text=True, cwd=ROOT.parent)
-    assert result.returncode == 0, result.stderr
+    run_process([sys.executable, "-c", script, *rooms], cwd=ROOT.parent, code=0)
 
 
 # Trainers are stand-ins: some are not installed, and others load a GPU's packages.
@@ -274,8 +272,7 @@ def test_trainers_load_only_the_core():
     rooms = ["data", "settings", "cli", "arguments", "bench", "objectives", "xtoken"]
     rooms = [f"{PACKAGE}.{room}" for room in rooms]
     command = [sys.executable, "-W", "ignore", "-c", DOORS, " ".join([*doors, f"{PACKAGE}.mcore"]), *rooms]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT.parent)
-    assert result.returncode == 0, result.stderr
+    run_process(command, cwd=ROOT.parent, code=0)
 
 
 def test_the_command_line_loads_nothing_heavy_for_its_help():

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.logprob import Edges, edge_logprobs, edges, restore
-from mcore_prefix_tree.objectives import sft_loss
 
 
 @pytest.fixture(params=[1, 3, 4, 1024])
@@ -183,16 +182,6 @@ def test_half_precision_gradients_are_the_fp32_ones_rounded_once(dtype, rows):
     assert ((results[0][2].float() - exact).abs() <= half_ulp * (1 + 1e-5)).all()
 
 
-def test_float32_is_close_to_float64():
-    layout = fold(FORKED, pad_to_multiple_of=8)
-    double = random_logits(layout, dtype=torch.float32).detach().double()
-    for actual, expected in zip(
-        edge_logprobs(double.float(), Edges.from_layout(layout), with_entropy=True), naive(double, layout), strict=True
-    ):
-        assert actual.dtype == torch.float32
-        assert worst(actual, expected) < 1e-6
-
-
 @pytest.mark.parametrize("shape", [(5, VOCAB), (1, 4, VOCAB), (4,)])
 def test_wrong_logits_are_refused(shape):
     layout = fold([Sample(tokens=[1, 2, 3, 4])])
@@ -228,24 +217,3 @@ def test_restore_adds_the_gradients_of_shared_tokens():
         for flat in layout.sample_tokens(index):
             expected[flat] += index + 1.0
     assert torch.equal(grad, expected)
-
-
-@given(sample_lists())
-def test_sft_loss_is_the_sum_over_the_samples(samples):
-    layout = fold(samples, pad_to_multiple_of=4)
-    logits = random_logits(layout)
-    logprob, _ = edge_logprobs(logits, Edges.from_layout(layout), with_entropy=True)
-    loss = sft_loss(logprob, torch.from_numpy(layout.loss_weight))
-    expected = torch.zeros((), dtype=torch.float64)
-    for index, sample in enumerate(samples):
-        own = logits[layout.sample_tokens(index)]  # the model's logits at each of the sample's tokens
-        for position in range(1, len(sample)):
-            scored = torch.log_softmax(own[position - 1], dim=0)[sample.tokens[position]]
-            expected = expected - float(sample.loss_mask[position]) * scored
-    assert abs(loss.item() - expected.item()) <= 1e-12 * max(1.0, abs(expected.item()))
-    (grad,) = torch.autograd.grad(loss, logits)
-    if expected.requires_grad:
-        (wanted,) = torch.autograd.grad(expected, logits, allow_unused=True)
-        assert worst(grad, torch.zeros_like(grad) if wanted is None else wanted) < 1e-12
-    else:
-        assert not grad.any()

@@ -133,7 +133,6 @@ def commands(group: Any, before: str = "") -> Iterator[tuple[str, Any]]:
 
 def test_teacher_that_cannot_be_read_is_reported_by_its_own_sentence(job: Path) -> None:
     (job / "teacher.yaml").write_text(json.dumps({"data": 3}))
-    done = run_command("xtoken", "export-teacher", "student.yaml", "--output", "scored.jsonl")
-    assert done.exit_code == 2
+    done = run_command("xtoken", "export-teacher", "student.yaml", "--output", "scored.jsonl", code=2)
     assert "teacher.yaml" in done.stderr
     assert not (job / "scored.jsonl").exists()

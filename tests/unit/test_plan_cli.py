@@ -3,11 +3,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 
 import pytest
-from harness.commands import run_command, write_rows
+from harness.commands import run_command, run_process, write_rows
 
 from mcore_prefix_tree.data import read_samples
 from mcore_prefix_tree.data.batches import SampleOrder
@@ -115,8 +114,7 @@ def test_ranks_of_many_micro_batches_fit_80_columns(tmp_path):
 
 
 def steps_of(command, *arguments):
-    result = run_command(command, *arguments, "--json")
-    assert result.exit_code == 0, result.output
+    result = run_command(command, *arguments, "--json", code=0)
     return json.loads(result.stdout)["steps"]
 
 
@@ -167,8 +165,7 @@ def test_steps_follow_a_recipe_and_options_win(turns, tmp_path):
         assert (steps["order"], steps["steps"], steps["fold_ratio"]["mean"]) == ("folded", 1, 24 * 24 / (6 * 36))
     # Groups that training takes complete, and rejects.
     recipe = written(tmp_path, RECIPE + "objective: {name: grpo}\n")
-    result = run_command("inspect", turns, "--model", recipe)
-    assert result.exit_code == 2
+    result = run_command("inspect", turns, "--model", recipe, code=2)
     assert "group 0 goes on" in result.stderr or "global_batch_size=4 would cut some" in result.stderr
 
 
@@ -366,13 +363,7 @@ def without_megatron(tmp_path):
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
 
     def run(*arguments):
-        return subprocess.run(
-            [sys.executable, "-m", "mcore_prefix_tree", *map(str, arguments)],
-            env=os.environ | {"PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        return run_process([sys.executable, "-m", "mcore_prefix_tree", *map(str, arguments)], env={"PYTHONPATH": path})
 
     return run
 

@@ -164,8 +164,7 @@ def test_export_without_a_folder_is_rejected(tmp_path: Path) -> None:
     )
     with pytest.raises(RecipeError, match=r"checkpoint\.export_hf writes the format of model\.hf, which is not set"):
         load_recipe(file, ["checkpoint.export_hf=out"])
-    refused = run_command("export", file, tmp_path / "out")
-    assert refused.exit_code == 2
+    refused = run_command("export", file, tmp_path / "out", code=2)
     assert "export needs model.hf, whose format it writes" in refused.output
 
 
@@ -308,8 +307,7 @@ def test_missing_bridge_is_named(folder: Path, name: str) -> None:
     arguments = [name, str(folder.parent / "recipe.yaml"), f"data.path={folder.parent / 'rows.jsonl'}"]
     plan = ["plan", str(folder.parent / "rows.jsonl"), "--model", arguments[1]]
     for given in (arguments, [*arguments, "--hf", str(folder)], plan):
-        refused = run_command(*given)
-        assert refused.exit_code == 2, refused.output
+        refused = run_command(*given, code=2)
         assert "model.hf needs Megatron-Bridge 0.6 with Python 3.12" in " ".join(refused.output.split())
 
 
@@ -337,6 +335,5 @@ def test_transformers_that_the_bridge_does_not_fit(
     hf_recipe(folder)
     (folder.parent / "rows.jsonl").write_text('{"tokens": [1, 2, 3]}\n')
     recipe = folder.parent / "recipe.yaml"
-    refused = run_command("train", recipe, f"data.path={folder.parent / 'rows.jsonl'}")
-    assert refused.exit_code == 2, refused.output
+    refused = run_command("train", recipe, f"data.path={folder.parent / 'rows.jsonl'}", code=2)
     assert expected in refused.output

@@ -122,8 +122,7 @@ def test_overrides_that_cannot_be_read_hide_nothing(recipe: Path) -> None:
 )
 def test_an_invalid_key_is_reported_once(recipe: Path, changes: list[str], absent: str) -> None:
     """Errors that would follow from it are not reported."""
-    result = run_command("train", recipe, *changes)
-    assert result.exit_code == 2
+    result = run_command("train", recipe, *changes, code=2)
     assert absent not in result.stderr
 
 
@@ -147,8 +146,7 @@ def test_mistakes_of_teachers_name_their_recipes(recipe: Path, tmp_path: Path) -
             f"(given '{teacher.stem}')",
             "optimizer.nope: ther",
         ]
-    result = run_command("train", recipe, "train_iters=0", *given)
-    assert result.exit_code == 2
+    result = run_command("train", recipe, "train_iters=0", *given, code=2)
     for sentence in sentences:
         assert sentence in result.stderr, result.stderr
     assert result.stderr.count("optimizer.nope: there is no such key") == 2

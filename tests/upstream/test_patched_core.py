@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from harness.commands import run_process
 from sources import ROOT, apply_patches, copied, megatron_core, require_patchable, version_of
 
 pytestmark = pytest.mark.ci
@@ -51,16 +52,14 @@ def copies(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def run(core: Path, *arguments: str) -> str:
     """Python's output with a megatron-core first on its path."""
     path = [core, HERE.parent, HERE.parent / "unit", HERE.parent / "model", ROOT]
-    result = subprocess.run(
+    result = run_process(
         [sys.executable, *arguments],
-        stdout=subprocess.PIPE,
+        env={"PYTHONPATH": os.pathsep.join(map(str, path)), "OMP_NUM_THREADS": "1"},
         stderr=subprocess.STDOUT,
-        text=True,
         cwd=ROOT,
         timeout=900,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path)), "OMP_NUM_THREADS": "1"},
+        code=0,
     )
-    assert result.returncode == 0, result.stdout[-8000:]
     return result.stdout
 
 

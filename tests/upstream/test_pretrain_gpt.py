@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -14,7 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from bf16 import assert_no_further, bf16_errors
-from harness.commands import write_rows
+from harness.commands import run_process, write_rows
 from megatron_lm import (
     BATCH,
     CPU,
@@ -392,10 +391,7 @@ def test_dry_run_names_idle_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     data.write_text('{"tokens": [1, 2, 3]}\n' * BATCH)
     monkeypatch.setenv("WORLD_SIZE", "4")
     arguments = (*CPU.split(), *MODEL.split(), *TRAIN.split(), *FOLDED.split(), "--prefix-tree-data-path", str(data))
-    done = subprocess.run(
-        [sys.executable, *ENTRY, *arguments, "--prefix-tree-dry-run"], capture_output=True, text=True, timeout=400
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_process([sys.executable, *ENTRY, *arguments, "--prefix-tree-dry-run"], timeout=400, code=0)
     assert "3 of 4 data-parallel ranks have no work (1, 2, 3): use fewer ranks, or raise --global-" in done.stdout
 
 

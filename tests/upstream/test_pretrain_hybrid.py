@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import transformers
+from harness.commands import run_process
 from megatron_lm import (
-    BATCH,
     CPU,
     ENTRY,
     FIRST,
@@ -20,9 +19,7 @@ from megatron_lm import (
     ITERATIONS,
     LOSS,
     MODEL,
-    STOCK,
     TRAIN,
-    UNFOLDED,
     VARIABLE,
     Run,
     Stock,
@@ -39,7 +36,6 @@ from megatron_lm import (
 require_checkout()
 
 ROOT = Path(os.environ[VARIABLE])
-EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-router-load-balancing-type none"
 DELTA_NET = (
     "--linear-conv-kernel-dim 4 --linear-key-head-dim 8 --linear-value-head-dim 12 --linear-num-key-heads 2 "
     "--linear-num-value-heads 4"
@@ -105,29 +101,6 @@ def test_critic_starts_from_a_gpt_in_either_model(base: Path, tmp_path: Path) ->
 
 
 @needs_script
-@pytest.mark.parametrize("pattern", ["*E*E", "G-G*", "M-M*"])
-def test_other_layers(hybrid: Stock, tmp_path: Path, pattern: str) -> None:
-    if "G" in pattern and not HAS_DELTA_NET:
-        pytest.skip("Gated DeltaNet follows a tree since core_v0.19")
-    layers = f"{hybrid_model(pattern)} {({'G': DELTA_NET, 'M': MAMBA}).get(pattern[0], EXPERTS)}"
-    if "+" in pattern:
-        layers = layers.replace("--group-query-attention --num-query-groups 2", "")
-        layers += " --q-lora-rank 12 --kv-lora-rank 10 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6"
-    dispatched = "--moe-token-dispatcher-type alltoall"
-    alone = (CPU, layers, TRAIN, UNFOLDED, hybrid.data, f"--save {tmp_path / 'alone'}", dispatched)
-    losses = trained(STOCK, *alone, "--exit-interval 1").losses
-    losses |= trained(STOCK, *alone, f"--load {tmp_path / 'alone'} --exit-interval 5").losses
-    start = only_checkpoint(tmp_path / "alone", 1, tmp_path / "start")
-    folders = f"--load {start} --save {tmp_path / 'saved'} --exit-interval 5"
-    run = trained(HYBRID, CPU, layers, TRAIN, FOLDED, hybrid.data, folders, dispatched)
-    assert sorted(run.losses) == [2, 3, 4, 5]
-    for iteration, loss in run.losses.items():
-        assert loss == pytest.approx(losses[iteration], rel=LOSS), iteration
-    # The gradients of decays are the rest of larger sums, which the rule rounds to fp32.
-    assert_same_tensors(tmp_path / "saved", tmp_path / "alone", 5, moments="G" not in pattern)
-
-
-@needs_script
 def test_recurrent_layers_do_not_see_the_budget(tmp_path: Path) -> None:
     """With a loss of whole samples on two stages: a pass before each step keeps states, too."""
     if not HAS_DELTA_NET:
@@ -143,51 +116,9 @@ def test_recurrent_layers_do_not_see_the_budget(tmp_path: Path) -> None:
 
 
 @needs_script
-@pytest.mark.parametrize(
-    ("objective", "layout"),
-    [
-        ("grpo", "--tensor-model-parallel-size 2"),
-        pytest.param("critic", "--tensor-model-parallel-size 2 --sequence-parallel", marks=pytest.mark.ci),
-    ],
-)
-def test_an_objective(tmp_path: Path, objective: str, layout: str) -> None:
-    write_rollouts(tmp_path / "rollouts.jsonl")
-    data, layers = objective_words(tmp_path / "rollouts.jsonl", objective), hybrid_model("*-*-")
-    whole = UNFOLDED.replace("--micro-batch-size 1", f"--micro-batch-size {BATCH}")
-    alone = (CPU, layers, TRAIN, whole, data, f"--save {tmp_path / 'alone'}")
-    trained(STOCK, *alone, f"--exit-interval {FIRST}")
-    stock = trained(STOCK, *alone, f"--load {tmp_path / 'alone'}")
-    base = only_checkpoint(tmp_path / "alone", FIRST, tmp_path / "base")
-    folders = f"--load {base} --save {tmp_path / 'saved'}"
-    run = trained(HYBRID, CPU, layers, TRAIN, FOLDED, data, folders, layout, ranks=2)
-    assert sorted(run.iterations) == sorted(stock.iterations) == list(range(FIRST + 1, ITERATIONS + 1))
-    for iteration, figures in run.iterations.items():
-        expected = stock.iterations[iteration]
-        if "lm loss" in expected:
-            assert figures["lm loss"] == pytest.approx(expected["lm loss"], rel=LOSS, abs=1e-7), iteration
-    assert_same_tensors(tmp_path / "saved", tmp_path / "alone", ITERATIONS)
-
-
-@needs_script
 def test_dry_run(hybrid: Stock) -> None:
     run = trained(HYBRID, CPU, hybrid_model("*-*-"), TRAIN, FOLDED, hybrid.data, "--prefix-tree-dry-run")
     assert "first step: expected speed-up " in run.output
-
-
-@needs_script
-@pytest.mark.parametrize(
-    ("pattern", "sizes", "entries"),
-    [("G-G*", DELTA_NET, 2 * 4 * 8 * 12), ("GMM*", f"{DELTA_NET} {MAMBA}", 3 * 4 * 8 * 12)],
-)
-def test_dry_run_counts_states(hybrid: Stock, pattern: str, sizes: str, entries: int) -> None:
-    if not HAS_DELTA_NET:
-        pytest.skip("Gated DeltaNet follows a tree since core_v0.19")
-    layers = f"{hybrid_model(pattern)} {sizes}"
-    run = trained(HYBRID, CPU, layers, TRAIN, FOLDED, hybrid.data, "--prefix-tree-dry-run")
-    (line,) = [line for line in run.output.splitlines() if "states of recurrent layers" in line]
-    most, size = (float(words.split()[0]) for words in (line.split("layers, ")[1], line.split("batch: ")[1]))
-    assert most > 1
-    assert size == pytest.approx(most * 4 * entries / 2**30, rel=1e-2)
 
 
 NEW = [
@@ -239,12 +170,10 @@ def test_rejected_settings_get_one_sentence(
     command = f"{CPU} {rest} {TRAIN} {FOLDED} --prefix-tree-data-path /dev/null --prefix-tree-dry-run"
     if "without --spec" in sentence:
         command = command.replace(" --prefix-tree-dry-run", "")
-    done = subprocess.run(
+    done = run_process(
         [sys.executable, *entry, *command.split()],
-        capture_output=True,
-        text=True,
+        env={"MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
         timeout=300,
-        env=os.environ | {"MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
     )
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert sentence in line

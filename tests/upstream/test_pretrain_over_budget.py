@@ -133,10 +133,3 @@ def test_scores_do_not_see_the_budget(data: str, tmp_path: Path) -> None:
         found.append([json.loads(line)["old_logprobs"] for line in output.read_text().splitlines()])
     wide, cut = (np.array([score for row in rows for score in row[1:]], dtype=float) for rows in found)
     np.testing.assert_allclose(cut, wide, rtol=1e-5)
-
-
-def test_the_dry_run_names_carried_tokens(data: str) -> None:
-    run = megatron(ENTRY, CPU, MODEL, TRAIN, data, "--prefix-tree-max-tokens 45 --prefix-tree-dry-run")
-    assert run.status == 0, run.output[-2000:]
-    assert "tokens run forward once more" in run.output
-    assert "keys, values and states that chunks read, with their gradients, at most: " in run.output

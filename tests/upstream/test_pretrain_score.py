@@ -87,8 +87,7 @@ class Models:
         name = kind if kind in ("critic", "reward_model") else "sft"
         recipe.write_text(f"{text}objective: {{name: {name}}}\n")
         saved = f"checkpoint.save={self.saved(kind)}"
-        done = run_command("score", recipe, saved, "--output", output, *options)
-        assert done.exit_code == 0, done.output
+        run_command("score", recipe, saved, "--output", output, *options, code=0)
         return lines(output)
 
 

@@ -53,7 +53,7 @@ EXAMPLES = {
     "--moe-pad-expert-input-to-capacity": ["--moe-expert-capacity-factor 1"],
     "--moe-apply-probs-on-input": ["--moe-router-topk 1 --moe-router-pre-softmax"],
 }
-# Its losses are those of test_pretrain_multi_token.py; this sweep gives no labels.
+# Its losses are those of test_pretrain_kinds.py; this sweep gives no labels.
 ELSEWHERE = {"--mtp-num-layers"}
 # Parts that upstream computes in fp32 and that fp64 cannot replace.
 IN_FP32 = {"--moe-router-dtype", "--moe-layer-recompute"}

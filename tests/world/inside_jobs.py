@@ -22,7 +22,7 @@ from harness.folded_jobs import (
     unfolded_gradients,
 )
 from harness.folded_runs import SAMPLES, Result
-from harness.layouts import shallow
+from harness.layouts import RECOMPUTE, shallow
 from harness.weights import assemble
 from harness.worlds import Layout, world
 
@@ -256,16 +256,12 @@ def logits_of(*, hidden_states: torch.Tensor, output_layer: Any, output_weight: 
 UNLIKE = [Sample(tokens=[first, *range(9, 9 + more)]) for first, more in ((3, 6), (2, 4), (1, 0))]
 
 
-def unfolded_oracle(
-    layout: Layout,
-    config: tuple[object, ...] = (),
-    share_embeddings: bool = False,
-    unlike: bool = False,
-    pattern: str | None = None,
-) -> Result:
-    """The stock model of as many layers as :func:`inside` has in the layout."""
-    config = config if pattern else (*shallow(layout), *config)
-    return _unfolded(Job(config=config, share_embeddings=share_embeddings, pattern=pattern), unlike)  # type: ignore[arg-type]
+def unfolded_oracle(layout: Layout, job: InsideJob) -> Result:
+    """The stock model of as many layers as :func:`inside` has in the layout; run once for all jobs of a model."""
+    given = tuple(one for one in job.config if one not in RECOMPUTE and one[0] != "mrope_section")
+    config = given if job.pattern else (*shallow(layout), *given)
+    of_model = {"share_embeddings": job.share_embeddings, "pattern": job.pattern, "double": job.double}
+    return _unfolded(Job(config=config, **of_model), job.packed_attention or job.unlike)
 
 
 @functools.cache

@@ -15,8 +15,7 @@ INFORMATION = ("checksums.json", "recipe.yaml")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recipe whose run has saved iteration 2 on two ranks."""
     path = write_job(tmp_path_factory.mktemp("damaged"), RECIPE)
-    done = run(2, "train", path, TP2, "train_iters=2", f"checkpoint.save={path.parent / 'runs'}")
-    assert done.code == 0, done.err
+    run(2, "train", path, TP2, "train_iters=2", f"checkpoint.save={path.parent / 'runs'}", code=0)
     return path
 
 
@@ -27,8 +26,7 @@ def test_damage_in_rank_1s_share_is_reported_once(job: Path) -> None:
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
     damaged.write_bytes(content)
-    done = run(2, "train", job, TP2, "train_iters=3", f"checkpoint.save={runs}", "--resume")
-    assert done.code == 2
+    done = run(2, "train", job, TP2, "train_iters=3", f"checkpoint.save={runs}", "--resume", code=2)
     assert len(done.errors) == 1, done.err
     assert f"{damaged} is damaged" in done.errors[0] or f"{damaged} differs" in done.errors[0]
     assert "mcore_prefix_tree/" not in done.err.replace(done.errors[0], ""), "no traceback of ours"

@@ -247,13 +247,11 @@ def test_checkpoints_move_between_layouts(tmp_path: Path, ranks: int) -> None:
     """Scores of one checkpoint in both layouts, by both heads; then both resume from it, with equal steps."""
     own = [TP2] if ranks == 2 else []
     job = write_job(tmp_path, RECIPE.format(model="untie_embeddings_and_output_weights: true", save=tmp_path / "runs"))
-    done = run(ranks, "train", job, *own)
-    assert done.code == 0, done.err
+    done = run(ranks, "train", job, *own, code=0)
     found = {}
     for name, here, words in [("one", 1, []), ("two", 2, [TP2]), ("logits", 2, [TP2, "fused_head=false"])]:
         output = tmp_path / f"{name}.jsonl"
-        done = run(here, "score", job, *words, "--output", output)
-        assert done.code == 0, done.err
+        done = run(here, "score", job, *words, "--output", output, code=0)
         found[name] = columns(output)
     for name in ("two", "logits"):
         for column, wanted in found["one"].items():
@@ -262,8 +260,9 @@ def test_checkpoints_move_between_layouts(tmp_path: Path, ranks: int) -> None:
     losses = {}
     for name, here, words in [("one", 1, []), ("two", 2, [TP2])]:
         shutil.copytree(tmp_path / "runs", tmp_path / name)
-        done = run(here, "train", job, "--resume", *words, f"checkpoint.save={tmp_path / name}", "train_iters=5")
-        assert done.code == 0, done.err
+        done = run(
+            here, "train", job, "--resume", *words, f"checkpoint.save={tmp_path / name}", "train_iters=5", code=0
+        )
         losses[name] = [float(loss) for loss in done.losses.values()]
     assert len(losses["one"]) == 3
     assert losses["two"] == pytest.approx(losses["one"], abs=2e-6)
@@ -271,5 +270,4 @@ def test_checkpoints_move_between_layouts(tmp_path: Path, ranks: int) -> None:
 
 def test_verify_compares_without_padding(tmp_path: Path) -> None:
     job = write_job(tmp_path, RECIPE.format(model="dtype: float32", save="null"))
-    done = run(2, "verify", job, TP2)
-    assert done.code == 0, done.err + done.out
+    run(2, "verify", job, TP2, code=0)

@@ -13,22 +13,13 @@ import torch.distributed as dist
 from harness.folded_jobs import VOCAB as IDS
 from harness.folded_jobs import branching_samples, tree_spec
 from harness.models import build_chunks, tiny_gpt_config
-from harness.torchrun_jobs import VOCAB, rows, run, write_job
+from harness.torchrun_jobs import RECIPE, rows, run, write_job
 from harness.worlds import Layout, world
 
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.scoring import ScoreError, ScoringStep
 from mcore_prefix_tree.mcore.outputs import Logprobs
 from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
-
-RECIPE = f"""
-model: {{num_layers: 2, hidden_size: 32, num_attention_heads: 4, num_query_groups: 2, vocab_size: {VOCAB}}}
-batch: {{global_batch_size: 4, max_tokens: 40}}
-optimizer: {{lr: 1e-2, lr_warmup_steps: 1, clip_grad: 0}}
-train_iters: 3
-compare: false
-verify: {{enabled: false}}
-"""
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -40,10 +31,8 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[st
     """A recipe with a checkpoint, and the output of one process."""
     folder = tmp_path_factory.mktemp("job")
     job = write_job(folder, RECIPE + f"checkpoint: {{save: {folder / 'runs'}, save_interval: 1}}\n")
-    done = run(1, "train", job)
-    assert done.code == 0, done.err
-    done = run(1, "score", job, "--reference", folder / "runs", "--output", folder / "one.jsonl")
-    assert done.code == 0, done.err
+    run(1, "train", job, "train_iters=3", code=0)
+    run(1, "score", job, "--reference", folder / "runs", "--output", folder / "one.jsonl", code=0)
     return job, lines(folder / "one.jsonl")
 
 
@@ -65,8 +54,7 @@ def test_every_layout_writes_the_same(
 ) -> None:
     job, expected = scored
     output = tmp_path / "two.jsonl"
-    done = run(2, "score", job, *layout, "--reference", job.parent / "runs", "--output", output)
-    assert done.code == 0, done.err
+    done = run(2, "score", job, *layout, "--reference", job.parent / "runs", "--output", output, code=0)
     assert done.out.count("scored tokens") == 1, "one rank speaks"
     assert len(expected) == len(rows())
     for line, wanted in zip(lines(output), expected, strict=True):
