@@ -13,13 +13,13 @@ from harness.added_losses import AddedLosses
 from harness.carried_trees import carried, small_tree, train
 from harness.folded_jobs import counting_exactly, in_one_row
 from harness.in_double import kept_double
+from harness.packed_calls import packed, rows_of
 from harness.seam_models import EXPERTS, RECOMPUTE, branching_samples, hybrid_twins, tiny_config, twins
 from harness.seam_runs import MOE, folded, folded_batch, unfolded
 from harness.seam_runs import assert_equal as compare
 from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-from packed_calls import packed, rows_of
 
 from mcore_prefix_tree import Sample, TreeMetadata, fold
 from mcore_prefix_tree.mcore import MicroBatch, fold_inside, tree_forward

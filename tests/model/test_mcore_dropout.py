@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from harness.packed_calls import ROWS, packed
 from harness.seam_models import branching_samples, build, local_spec, tiny_config
-from packed_calls import ROWS, packed
 
 from mcore_prefix_tree.layout import fold
 from mcore_prefix_tree.mcore import fold_inside, with_prefix_tree

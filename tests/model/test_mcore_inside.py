@@ -13,6 +13,25 @@ from harness.in_double import kept_double
 from harness.marks import quick
 from harness.models import HAS_OUTPUT_PROCESSOR
 from harness.oracles import sample_lists, worst
+from harness.packed_calls import (
+    FP32,
+    FP64,
+    MODELS,
+    ROWS,
+    Rows,
+    backend_of,
+    check_gradients,
+    check_hidden,
+    check_logits,
+    check_logprobs,
+    check_losses,
+    log_softmax_of_row,
+    packed,
+    rows_of,
+    run_row,
+    some_labels,
+    spans,
+)
 from harness.seam_models import (
     DELTA_NET,
     GRAPHS,
@@ -33,25 +52,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from packed_calls import (
-    FP32,
-    FP64,
-    MODELS,
-    ROWS,
-    Rows,
-    backend_of,
-    check_gradients,
-    check_hidden,
-    check_logits,
-    check_logprobs,
-    check_losses,
-    log_softmax_of_row,
-    packed,
-    rows_of,
-    run_row,
-    some_labels,
-    spans,
-)
 
 from mcore_prefix_tree import Sample
 from mcore_prefix_tree.cpu.specs import PackedAttention, exchanged

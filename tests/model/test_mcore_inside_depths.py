@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from harness.in_double import kept_double
+from harness.packed_calls import FP64, ROWS, cotangent, packed, some_labels, spans
 from harness.seam_models import DELTA_NET, MAMBA, build, hybrid_twins, local_spec, tiny_config, with_long_memory
 from harness.seam_runs import FP32_INSIDE, LATENT, MOE, take_gradients
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-from packed_calls import FP64, ROWS, cotangent, packed, some_labels, spans
 
 from mcore_prefix_tree.cpu.specs import PackedAttention, exchanged
 from mcore_prefix_tree.mcore import fold_inside

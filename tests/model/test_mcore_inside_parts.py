@@ -11,20 +11,7 @@ import torch
 from harness.in_double import kept_double
 from harness.marks import mostly_in_ci, quick
 from harness.oracles import worst
-from harness.routes import with_routes
-from harness.seam_models import (
-    DELTA_NET,
-    MAMBA,
-    RECOMPUTE,
-    branching_samples,
-    deep_samples,
-    hybrid_twins,
-    tiny_config,
-    twins,
-    with_long_memory,
-)
-from harness.seam_runs import FP32_INSIDE, LATENT, MOE, SPARSE, WINDOWS_AND_SINKS
-from packed_calls import (
+from harness.packed_calls import (
     FP64,
     ROWS,
     backend_of,
@@ -40,6 +27,19 @@ from packed_calls import (
     some_labels,
     spans,
 )
+from harness.routes import with_routes
+from harness.seam_models import (
+    DELTA_NET,
+    MAMBA,
+    RECOMPUTE,
+    branching_samples,
+    deep_samples,
+    hybrid_twins,
+    tiny_config,
+    twins,
+    with_long_memory,
+)
+from harness.seam_runs import FP32_INSIDE, LATENT, MOE, SPARSE, WINDOWS_AND_SINKS
 
 from mcore_prefix_tree.mcore import PicturePackedSeqParams, RoutedPackedSeqParams, fold_inside
 from mcore_prefix_tree.mcore.packed import decoder_in_parts

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from harness.oracles import worst
+from harness.packed_calls import check_gradients, cotangent, packed, spans
 from harness.seam_models import RECOMPUTE, tiny_config, twins
-from packed_calls import check_gradients, cotangent, packed, spans
 
 from mcore_prefix_tree.mcore import PicturePackedSeqParams, RowLogprobs, fold_inside
 

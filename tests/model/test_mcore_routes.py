@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness.packed_calls import packed, rows_of, spans
 from harness.routes import KINDS, replaying, routers, with_routes
 from harness.seam_models import EXPERTS, GRAPHS, RECOMPUTE, branching_samples, config_with, tiny_config, twins
 from harness.seam_runs import FP32_INSIDE, assert_equal, batch_of, folded, score_alone, take_gradients, unfolded
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
-from packed_calls import packed, rows_of, spans
 
 from mcore_prefix_tree import Sample, SampleError, fold
 from mcore_prefix_tree.cpu.specs import cpu_spec

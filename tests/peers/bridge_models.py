@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 from harness.in_double import kept_double
+from harness.packed_calls import packed, spans
 from harness.seam_models import build, local_spec, tiny_config
 from harness.worlds import Layout
 from hf_folders import GEMMA4_31B
@@ -19,7 +20,6 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from megatron.core.transformer.enums import AttnBackend
-from packed_calls import packed, spans
 from stand_ins import Finder
 
 from mcore_prefix_tree.attention.api import AUTO

@@ -17,9 +17,9 @@ import torch
 from bridge_models import auto_bridge
 from harness.folded_jobs import stock_spec
 from harness.in_double import kept_double
+from harness.packed_calls import packed
 from harness.worlds import Layout
 from megatron.core import parallel_state
-from packed_calls import packed
 
 from mcore_prefix_tree.mcore import RoutedPackedSeqParams, fold_inside
 

@@ -110,7 +110,9 @@ def test_turn_of_an_expanded_record_is_checked(tmp_path, turn, says):
     path = tmp_path / "chats.jsonl"
     row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "turn": turn}
     path.write_text(json.dumps(row))
-    with pytest.raises(SampleError, match=f"chats.jsonl:1: field 'turn' must be an integer from 0, {says}$"):
+    with pytest.raises(
+        SampleError, match=f"chats.jsonl:1: field 'turn' must be an integer from 0 to 2147483647, {says}$"
+    ):
         list(iter_sample_groups(path, LineOptions(tokenizer=Words(), expand_turns=True)))
 
 

@@ -19,10 +19,10 @@ import torch
 from harness import folded_jobs, folded_runs
 from harness.folded_jobs import Job
 from harness.oracles import worst
+from harness.packed_calls import ROWS, cotangent, packed, run_row, spans
 from harness.seam_models import build, tiny_config, twins
 from harness.seam_runs import LATENT, MOE, SAMPLES
 from harness.worlds import Layout
-from packed_calls import ROWS, cotangent, packed, run_row, spans
 from te_layers import FULL, STOCK, of_te, te_spec
 
 from mcore_prefix_tree import Sample, fold

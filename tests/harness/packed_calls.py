@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness.oracles import worst
-from harness.seam_models import VOCAB, branching_samples
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from harness.oracles import worst
+from harness.seam_models import VOCAB, branching_samples
 from mcore_prefix_tree import Sample
 from mcore_prefix_tree.mcore.packed import RowLogprobs
 
@@ -56,7 +56,8 @@ def spans(call: dict[str, Any]) -> list[slice]:
 
 def run_row(model: Any, ids: torch.Tensor, **arguments: Any) -> torch.Tensor:
     positions = torch.arange(ids.shape[1]).unsqueeze(0)
-    return model(input_ids=ids, position_ids=positions, attention_mask=None, **arguments)
+    found: torch.Tensor = model(input_ids=ids, position_ids=positions, attention_mask=None, **arguments)
+    return found
 
 
 def some_labels(call: dict[str, Any]) -> torch.Tensor:
