@@ -61,7 +61,8 @@ class Skipped:
         for name, count in sorted(self.unread.items(), key=lambda one: (-one[1], one[0])):
             meant = [] if name in FIELDS else difflib.get_close_matches(name, FIELDS, n=1, cutoff=0.85)
             many = f"{count} of {self.records} records" if not told else str(count)
-            told.append(f"{name} ({many}{f'; is {meant[0]} meant?' if meant else ''})")
+            shown = name.encode(errors="backslashreplace").decode()  # JSON may have half of a surrogate pair
+            told.append(f"{shown} ({many}{f'; is {meant[0]} meant?' if meant else ''})")
         more = len(told) - _FIELDS
         return f"not read: {', '.join(told[:_FIELDS])}{f' and {more} more' if more > 0 else ''}" if told else ""
 

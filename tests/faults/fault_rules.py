@@ -41,7 +41,7 @@ def record_is_valid(row: Any) -> bool:
     if not isinstance(row, dict):
         return False
     row = {name: value for name, value in row.items() if value is not None}
-    if "tokens" not in row or "messages" in row or any(map(_names_logprobs, row, row.values())):
+    if "tokens" not in row or "messages" in row:
         return False
     tokens = row["tokens"]
     if not (isinstance(tokens, list) and tokens and all(is_count(one, 0, INT32_MAX) for one in tokens)):
@@ -58,11 +58,6 @@ def record_is_valid(row: Any) -> bool:
     )
 
 
-def _names_logprobs(name: str, value: Any) -> bool:
-    """Whether a field that is not ours has log-probabilities by its name; a reader may not leave it out."""
-    return name not in PER_TOKEN and isinstance(value, list) and "logprobs" in name.lower()
-
-
 def _is_weight(value: Any) -> bool:
     if isinstance(value, bool):
         return True
@@ -74,7 +69,7 @@ def _is_weight(value: Any) -> bool:
 def _signals_are_valid(row: dict[str, Any], scored: list[bool]) -> bool:
     turns = sum(now and not before for before, now in zip([False, *scored], scored, strict=False))
     reward, turn = row.get("reward", 0), row.get("turn")
-    if turn is not None and not is_count(turn):
+    if turn is not None and not is_count(turn, 0, INT32_MAX):
         return False
     if isinstance(reward, list):
         if not all(map(is_finite, reward)) or (len(reward) != turns if turn is None else turn >= len(reward)):
