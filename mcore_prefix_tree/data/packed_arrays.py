@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import math
 import os
 import zipfile
@@ -20,9 +21,10 @@ from mcore_prefix_tree.utils.inputs import MOST, check_regular
 
 KEYS = frozenset({"dtype", "shape", "data"})
 FILE_KEYS = frozenset({"npz", "key"})
-_MOST_EXPERTS = 1 << 16  # of a token, in all layers
 _HEADER_BYTES = 1 << 16
-_read_array: Any = format.read_array  # without types
+_MOST_EXPERTS = 1 << 16  # of a token, in all layers
+_HEADERS: dict[object, Any] = {(1, 0): format.read_array_header_1_0, (2, 0): format.read_array_header_2_0}
+_read_magic: Any = format.read_magic  # without types
 _BOUNDED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # the codecs that unpack no more than they are asked for
 _DTYPES = ("int8", "uint8", "int16", "int32", "int64")
 
@@ -66,8 +68,8 @@ def _are_sizes(sizes: Sequence[object], tokens: int) -> bool:
 def array_of_file(reference: Mapping[str, Any], folder: Path | None, name: str, tokens: int) -> npt.NDArray[Any]:
     """Return the integers ``[tokens, layers, top-k]`` that an object of :data:`FILE_KEYS` names, of at most ``tokens``.
 
-    Their file is in ``folder``, if there is one. Raises ChatError, with the field's name, if there is no such array.
-    Arrays beyond the size of routes and pickled objects are not read.
+    Their file is in ``folder``, if there is one. Raises ChatError, with the field's name, if there is no such array,
+    before the array is read. Pickled objects are not read.
     """
     file, key = reference["npz"], reference["key"]
     if not (isinstance(file, str) and isinstance(key, str)):
@@ -88,16 +90,18 @@ def array_of_file(reference: Mapping[str, Any], folder: Path | None, name: str, 
                 f"field '{name}.key' is {key!r:.80}, which {file!r:.80} does not have; it has {len(keys)} keys, for "
                 f"example {', '.join(keys[:3]):.80}"
             )
-        wrong = ChatError(
-            f"field '{name}.key' is {key!r:.80}, which in {file!r:.80} is not integers [tokens, layers, top-k] of the "
-            "line's tokens"
-        )
-        if member.file_size > _HEADER_BYTES + tokens * _MOST_EXPERTS * 8 or member.compress_type not in _BOUNDED:
-            raise wrong
         with archive.open(member) as stream:
-            routes: npt.NDArray[Any] = _read_array(stream)
-        if routes.dtype.kind not in "iu" or not _are_sizes(routes.shape, tokens):
-            raise wrong
+            head = io.BytesIO(stream.read(_HEADER_BYTES))
+        shape, by_columns, dtype = _HEADERS[_read_magic(head)](head)
+        if dtype.kind not in "iu" or not _are_sizes(shape, tokens):
+            raise ChatError(
+                f"field '{name}.key' names {dtype!s:.40} {shape!s:.80} of {file!r:.80}; it must be integers [tokens, "
+                "layers, top-k] of the line's tokens"
+            )
+        if head.tell() + math.prod(shape) * dtype.itemsize != member.file_size or member.compress_type not in _BOUNDED:
+            raise ValueError
+        found = np.frombuffer(archive.read(member), dtype, offset=head.tell())
+        routes: npt.NDArray[Any] = found.reshape(shape, order="F" if by_columns else "C")
         return routes
     except ChatError:
         raise

@@ -175,9 +175,9 @@ def test_a_file_that_changed_is_read_again(tmp_path, read):
         ),
         (
             {"key": "objects"},
-            r"\.npz' names 'routes.npz', which cannot be read \(.*damaged\); write arrays of integers with numpy.savez",
+            r"\.key' names object \(2,\) of 'routes.npz'; it must be integers \[tokens, layers, top-k\]",
         ),
-        ({"key": "floats"}, r"\.key' is 'floats', which in 'routes.npz' is not integers \[tokens, l"),
+        ({"key": "floats"}, r"\.key' names float64 \(3, 2, 2\) of 'routes.npz'; it must be integers"),
         ({"key": 1}, r"' must name a file and a key of it"),
     ],
     ids=lambda value: str(value)[:20] if isinstance(value, dict) else "",
@@ -199,8 +199,8 @@ def test_a_reference_that_is_wrong_names_the_line(tmp_path, read, reference, say
 @pytest.mark.parametrize("shape", [(1000, 1000, 100), (1, 1000, 100_000)])
 def test_an_array_larger_than_its_line_is_not_read(tmp_path, read, monkeypatch, shape):
     np.savez_compressed(tmp_path / "routes.npz", **{"0": np.zeros(shape, dtype=np.int8)})
-    monkeypatch.setattr(zipfile.ZipFile, "open", None)
-    with pytest.raises(SampleError, match=r"rollouts\.jsonl:1: field 'routed_experts\.key' is '0', which in 'ro"):
+    monkeypatch.setattr(zipfile.ZipFile, "read", None)
+    with pytest.raises(SampleError, match=r"rollouts\.jsonl:1: field 'routed_experts\.key' names int8 \(1"):
         read(in_file())
 
 
