@@ -291,7 +291,7 @@ class SampleStream(AbstractContextManager["SampleStream"]):
                         sampler=cast("Any", order.pieces(consumed)),
                         batch_size=None,
                         num_workers=num_workers,
-                        collate_fn=lambda group: group,
+                        collate_fn=_as_it_is,
                         worker_init_fn=_live_as_long_as_the_main_process,
                     )
                 )
@@ -336,6 +336,10 @@ class _Lines:
         except (SampleError, MemoryError, OSError) as error:
             return error  # torch would wrap it into a traceback
         return [samples][part] if self._by_line else [[sample] for sample in samples[part]]
+
+
+def _as_it_is(group: Any) -> Any:
+    return group
 
 
 def _live_as_long_as_the_main_process(worker: int) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import glob
+import inspect
+import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -18,7 +20,7 @@ from mcore_prefix_tree.data.jsonl import STDIN, LineIndex, is_gzip, read_lines, 
 from mcore_prefix_tree.data.records import Record
 from mcore_prefix_tree.data.skipped import Skipped
 from mcore_prefix_tree.sample import SampleError
-from mcore_prefix_tree.utils.inputs import HUB, local_path
+from mcore_prefix_tree.utils.inputs import HUB, local_path, read_text
 from mcore_prefix_tree.utils.versions import install_command
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ PathLike = str | os.PathLike[str]
 # Everything else is JSON Lines.
 TABLES = (".parquet", ".arrow", ".feather")
 _GIVE = "give the name of a file, or a list of names; samples that are in memory need no reading: Sample(tokens=[...])"
-_SAVED = ("state.json", "dataset_dict.json")
+_STATE, _SPLITS = "state.json", "dataset_dict.json"
 _NAME = re.compile(
     r"hf://(?P<name>[\w.-]+/[\w.-]+)(/(?P<config>[\w.-]+))?(@(?P<revision>[\w./-]+))?(:(?P<split>\w+))?", re.ASCII
 )
@@ -58,7 +60,7 @@ def _expand(path: str) -> Sequence[str]:
         raise SampleError(str(error)) from None
     if os.path.isdir(path):
         if is_saved(path):
-            return _files_of(path, lambda datasets: datasets.load_from_disk(path, keep_in_memory=False))
+            return files_of_folder(path)
         raise SampleError(f"{path}: is a folder; name its files, for example '{os.path.join(path, '*.jsonl')}'")
     if path == STDIN or os.path.exists(path):
         return [path]
@@ -71,26 +73,38 @@ def _expand(path: str) -> Sequence[str]:
 
 def is_saved(folder: str) -> bool:
     """Return whether ``save_to_disk`` of the datasets library wrote a folder."""
-    return any((Path(folder) / name).is_file() for name in _SAVED)
+    return any((Path(folder) / name).is_file() for name in (_STATE, _SPLITS))
 
 
-def _files_of(path: str, load: Callable[[Any], Any]) -> tuple[str, ...]:
-    """Return the Arrow files of a data set that the datasets library loads."""
+def files_of_folder(folder: str) -> list[str]:
+    """Return the Arrow files of a saved data set, in order; raise SampleError for several splits or a bad state."""
+    if not (Path(folder) / _STATE).is_file():
+        splits = _read(folder, _SPLITS).get("splits")
+        named = [str(one) for one in splits] if isinstance(splits, list) and splits else ["train"]
+        raise SampleError(f"{folder}: holds the splits {', '.join(named)}; name one, such as {Path(folder) / named[0]}")
+    state = _read(folder, _STATE)
+    if state.get("_indices_data_files") or state.get("_indices_files"):
+        raise SampleError(f"{folder}: selects rows of its files; save it again with flatten_indices()")
+    listed = state.get("_data_files")
+    names = [one.get("filename") if isinstance(one, dict) else None for one in listed] if listed else []
+    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise SampleError(f"{Path(folder) / _STATE}: does not name Arrow files of its folder; save the data set again")
+    files = [str(Path(folder) / str(name)) for name in names]
+    for file in files:
+        if not Path(file).is_file():
+            raise SampleError(f"{file}: is missing, but {_STATE} in its folder names it; save the data set again")
+    return files
+
+
+def _read(folder: str, name: str) -> dict[str, Any]:
+    path = Path(folder) / name
     try:
-        import datasets
-    except ImportError:
-        raise ImportError(f"{path}: data sets need the datasets library: {install_command('hub')}") from None
-    try:
-        found = load(datasets)
-    except (ImportError, MemoryError):
-        raise
-    except Exception as error:  # of the network, the hub, a builder, a damaged file: nearly anything
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise SampleError(f"{path}: the datasets library cannot load it: {reason}") from error
-    if isinstance(found, dict):
-        splits = list(found) or ["train"]
-        raise SampleError(f"{path}: holds the splits {', '.join(splits)}; name one, such as {Path(path) / splits[0]}")
-    return tuple(str(one["filename"]) for one in found.cache_files)
+        found = json.loads(read_text(path))
+    except (OSError, ValueError, RecursionError) as error:
+        raise SampleError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise SampleError(f"{path}: must hold a JSON object; save the data set again")
+    return found
 
 
 @lru_cache
@@ -106,10 +120,21 @@ def files_of_hub(path: str) -> tuple[str, ...]:
     parts = _NAME.fullmatch(path)
     if parts is None:
         raise SampleError(f"{path}: is not a name such as hf://OWNER/NAME, hf://OWNER/NAME/CONFIG@REVISION:SPLIT")
-    name, config, revision, split = parts.group("name", "config", "revision", "split")
-    return _files_of(
-        path, lambda datasets: datasets.load_dataset(name, config, split=split or "train", revision=revision)
-    )
+    try:
+        import datasets
+    except ImportError:
+        raise ImportError(f"{path}: data sets of the hub need the datasets library: {install_command('hub')}") from None
+    options = {"split": parts["split"] or "train", "revision": parts["revision"]}
+    if "trust_remote_code" in inspect.signature(datasets.load_dataset).parameters:
+        options["trust_remote_code"] = False  # later releases have no such argument: they never execute code
+    try:
+        found = datasets.load_dataset(parts["name"], parts["config"], **options)
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:  # of the network, the hub, a builder: nearly anything
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise SampleError(f"{path}: the datasets library cannot load it: {reason}") from error
+    return tuple(str(one["filename"]) for one in found.cache_files)
 
 
 def is_table(path: str) -> bool:
@@ -177,11 +202,16 @@ class FileIndex:
     def read(self, record: int) -> Record:
         """Return a record; raises SampleError if its file has changed or cannot be read any more."""
         file = int(np.searchsorted(self._first_record, record, side="right")) - 1
+        with _naming(self._paths[file]):
+            self._check_unchanged(file)  # before a table is mapped
+            found = self._files[file].read(record - int(self._first_record[file]))
+            self._check_unchanged(file)  # a line may change while it is read
+        return found
+
+    def _check_unchanged(self, file: int) -> None:
         path = self._paths[file]
-        with _naming(path):
-            if _state(path) != self._states[file]:
-                raise SampleError(f"{path}: has changed since the run began; do not change the files while it runs")
-            return self._files[file].read(record - int(self._first_record[file]))
+        if _state(path) != self._states[file]:
+            raise SampleError(f"{path}: has changed since the run began; do not change the files while it runs")
 
 
 def _state(path: str) -> tuple[int, int]:

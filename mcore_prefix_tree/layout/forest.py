@@ -189,12 +189,16 @@ class SampleForest(Forest):
             predicts[keep : len(mask)] = False
         return found
 
+    @cached_property
+    def _new_token_ends(self) -> Int64Array:
+        """Flat end of the tokens that each sample adds, int64 ``[S]``, in depth-first order."""
+        return np.cumsum(np.diff(self.cu_sample_lens)[self.sample_order] - self.sample_shared)
+
     def tokens(self, first: int, last: int) -> Int32Array:
         """Return the tokens of a chain of nodes, from its ``first`` to before its ``last``."""
-        lengths = np.diff(self.cu_sample_lens)[self.sample_order]
         start, end = int(self.cu_node_lens[first]), int(self.cu_node_lens[last])
-        # The sample that the chain's last token is new in has the others too.
-        at = int(np.searchsorted(np.cumsum(lengths - self.sample_shared), end - 1, side="right"))
+        # The sample that adds the chain's last token has the chain's other tokens too.
+        at = int(np.searchsorted(self._new_token_ends, end - 1, side="right"))
         depth = int(self.node_depth[first])
         return self.samples[int(self.sample_order[at])].tokens[depth : depth + end - start]
 

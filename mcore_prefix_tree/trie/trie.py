@@ -139,8 +139,8 @@ def _sorted_runs(
 ) -> list[list[int]]:
     """Return the samples of each ``merge_key``; the order depends only on their content, int32 ``[n]`` each."""
 
-    # Unshared tokens, and routes that do not matter, only decide between equal ones, or their order would be the
-    # caller's. The merge key's repr decides between groups that start with the same tokens.
+    # Unshared tokens, and routes that do not matter, only decide between equal samples. Otherwise the caller's order
+    # would decide. When two groups start with equal samples, the repr of their merge keys decides.
     def shared_part(index: int, start: int, end: int) -> bytes:
         part = shareable[index][start:end]
         if compared is None:

@@ -10,6 +10,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from harness.oracles import worst
 from harness.seam_models import VOCAB, branching_samples
+from harness.seam_runs import LATENT_SIZES
 from mcore_prefix_tree import Sample
 from mcore_prefix_tree.mcore.packed import RowLogprobs
 
@@ -165,15 +166,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_ffn_hidden_size": 32,
         "moe_router_load_balancing_type": "none",
     },
-    "latent": {
-        "multi_latent_attention": True,
-        "num_query_groups": 4,
-        "q_lora_rank": 12,
-        "kv_lora_rank": 10,
-        "qk_head_dim": 8,
-        "qk_pos_emb_head_dim": 4,
-        "v_head_dim": 6,
-    },
+    "latent": LATENT_SIZES,
     "window": {"window_size": (3, 0)},
     "recomputed": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }

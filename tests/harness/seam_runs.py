@@ -151,7 +151,7 @@ MOE = {
     "moe_token_dispatcher_type": "alltoall",
     "moe_router_dtype": "fp64",
 }
-LATENT = {
+LATENT_SIZES = {
     "multi_latent_attention": True,
     "num_query_groups": 4,
     "q_lora_rank": 12,
@@ -159,8 +159,8 @@ LATENT = {
     "qk_head_dim": 8,
     "qk_pos_emb_head_dim": 4,
     "v_head_dim": 6,
-    "rope_type": "rope",
 }
+LATENT = LATENT_SIZES | {"rope_type": "rope"}
 SPARSE = LATENT | {
     "experimental_attention_variant": "dsa",
     "dsa_indexer_n_heads": 2,

@@ -17,6 +17,7 @@ import psutil
 import pyarrow as pa
 import pytest
 from data_sources import CharacterTokenizer, by_ranks, write_table
+from harness.commands import write_rows
 from harness.marks import quick
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +25,7 @@ from hypothesis import strategies as st
 from mcore_prefix_tree.data import LineOptions, Skipped, StreamedGroups, iter_sample_groups, read_samples
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.files import FileIndex
-from mcore_prefix_tree.data.jsonl import Line
+from mcore_prefix_tree.data.jsonl import Line, LineIndex
 from mcore_prefix_tree.sample import SampleError
 
 FORMS = ["jsonl", "parquet", "arrow", "arrow-lz4", "feather", "stream"]
@@ -201,6 +202,20 @@ def test_changed_file_is_detected(write, form, num_workers):
     path.unlink()
     with pytest.raises(SampleError, match=rf"^{path}: cannot be read: .*No such file"):
         order.take(1, 1)
+
+
+def test_a_file_that_changes_while_a_line_is_read_is_detected(tmp_path, monkeypatch):
+    path = write_rows(tmp_path / "data.jsonl", [tokens(1), tokens(2)])
+    groups, read = StreamedGroups([path], OPTIONS), LineIndex.read
+
+    def read_and_change(index, number):
+        found = read(index, number)
+        os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+        return found
+
+    monkeypatch.setattr(LineIndex, "read", read_and_change)
+    with pytest.raises(SampleError, match="has changed since the run began"):
+        groups[1]
 
 
 def test_changed_samples_of_a_line_are_detected(write):
