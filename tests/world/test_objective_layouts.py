@@ -33,7 +33,7 @@ from objective_jobs import (
     value_rows,
 )
 
-from mcore_prefix_tree.mcore.release import HAS_DEPTHS, NEEDS_DEPTHS
+from mcore_prefix_tree.mcore.release import HAS_DEPTHS, HAS_SPARSE_ATTENTION, NEEDS_DEPTHS
 
 FP64 = 1e-12
 # Both runs are off by rounding, and one batch is one draw of it: use the limits of verify.
@@ -303,9 +303,8 @@ BALANCED = (*MOE[:-1], ("moe_router_load_balancing_type", "aux_loss"), ("moe_rou
 BALANCED = (*BALANCED, ("moe_router_dtype", "fp64"))
 INDEXED = tuple((dict(LATENT) | dict(SPARSE) | {"dsa_indexer_use_sparse_loss": False}).items())
 AUX, Z = (("moe_aux_loss_coeff", 0.5),), (("moe_z_loss_coeff", 0.1),)
-# Layers with losses of their own; all of them in the last.
-ADDED = {"aux loss": (*BALANCED, *AUX), "z-loss": (*BALANCED, *AUX, *Z), "KL": INDEXED}
-ADDED["all"] = (*BALANCED, *AUX, *Z, *INDEXED)
+# Layers with losses of their own: balancing, z-loss and, if there are indexers, their KL.
+ADDED = (*BALANCED, *AUX, *Z, *(INDEXED if HAS_SPARSE_ATTENTION else ()))
 NORMALISED = {
     f"{job.name} by {by}": replace(job, options=(*job.options, ("normalise", by)))
     for job, by in (
@@ -316,8 +315,8 @@ NORMALISED = {
 } | {job.name: job for job in (GSPO, DPO, KTO, REWARD_MODEL, DISTILL)}
 
 
-def check_added(size: int, layout: Layout, name: str, kind: str = "all", **cut: Any) -> list[Outcome]:
-    job = replace(NORMALISED[name], config=ADDED[kind], double=True)
+def check_added(size: int, layout: Layout, name: str, **cut: Any) -> list[Outcome]:
+    job = replace(NORMALISED[name], config=ADDED, double=True)
     return check(size, layout, replace(job, **{"max_tokens": 2 * LONGEST} | cut))
 
 
