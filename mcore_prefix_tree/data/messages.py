@@ -155,6 +155,7 @@ def _joined(value: Any) -> Any:
 
 _number = BeforeValidator(lambda value: float(value) if isinstance(value, bool) else value)
 _Weight = Annotated[float, Field(ge=0, allow_inf_nan=False), _number]
+_WEIGHTS = TypeAdapter(dict[str, _Weight], config=ConfigDict(strict=True))
 
 
 class ChatMessage(_Wire):
@@ -189,7 +190,7 @@ class ChatMessage(_Wire):
         read = KEYS_OF_MESSAGES - (set() if is_result else {"name"})
         others = {key: one for key, one in given.items() if key not in read}
         thoughts = {key: given[key] for key in THINKING if given.get(key, "") != ""}
-        weights = {key: given[key] for key in SWITCHES if key in given}
+        weights = _WEIGHTS.validate_python({key: given[key] for key in SWITCHES if key in given})
         own = ("role", "content", "tool_calls", *(("tool_call_id", "name") if is_result else ()))
         fields = {key: given[key] for key in (*own, *list(thoughts)[:1], *list(weights)[:1]) if key in given}
         if role == "assistant":

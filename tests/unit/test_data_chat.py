@@ -137,6 +137,10 @@ BAD = {
         [assistant(content="hi", weight=10**400)],
         "field 'messages[0].weight' must be a valid number, not 1000000000000000000000000000000000000...",
     ),
+    "a user's second switch": (
+        [{"role": "user", "content": "hi", "loss": False, "weight": "x"}, assistant(content="hi")],
+        "field 'messages[0].weight' must be a valid number, not \"x\"",
+    ),
     "a user's switch": (
         [{"role": "user", "content": "hi", "loss": 1}, assistant(content="hi")],
         "field 'messages[0]' has 'loss'" + FOREIGN,
